@@ -1,0 +1,108 @@
+"""kvbus's configuration: one frozen dataclass, read once, from ``kv_connector_extra_config`` or a command line.
+
+A bad value fails at start and names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+from urllib.parse import urlsplit
+
+from kvbus.errors import ConfigError
+from kvbus.subjects import check_token
+
+NATS_SCHEMES = ("nats", "tls", "ws", "wss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What a user can set.
+
+    Attributes:
+        nats_url: where the NATS server is; several, separated by commas, are tried in turn.
+        namespace: engines of different namespaces do not see each other.
+        http_address: ``host:port`` under which routers reach this engine's API; found out by itself if empty.
+        backends: NIXL backends.
+        heartbeat_interval_s: seconds between heartbeats.
+        dead_after_s: seconds of silence after which an engine is taken for gone.
+        block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
+        transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
+        trace: record OpenTelemetry spans (exported as the standard ``OTEL_*`` variables say).
+    """
+
+    nats_url: str
+    namespace: str = "default"
+    http_address: str = ""
+    backends: tuple[str, ...] = ("UCX",)
+    heartbeat_interval_s: float = 0.5
+    dead_after_s: float = 5.0
+    block_lease_s: float = 30.0
+    transfer_timeout_s: float = 600.0
+    trace: bool = True
+
+    def __post_init__(self) -> None:
+        for server in self.servers:
+            check_nats_url("nats_url", server)
+        check_token("namespace", self.namespace)
+        if self.http_address:
+            host, colon, port = self.http_address.rpartition(":")
+            if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ConfigError("http_address", self.http_address, "host:port")
+        for name in ("heartbeat_interval_s", "dead_after_s", "block_lease_s", "transfer_timeout_s"):
+            if not 0.01 <= getattr(self, name) <= 86400:
+                raise ConfigError(name, getattr(self, name), "0.01 to 86400 seconds")
+        if self.dead_after_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                "dead_after_s", self.dead_after_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"
+            )
+        if not self.backends or not all(isinstance(backend, str) and backend for backend in self.backends):
+            raise ConfigError("backends", self.backends, 'a list of NIXL backend names, such as ["UCX"]')
+
+    @property
+    def servers(self) -> list[str]:
+        return [server.strip() for server in self.nats_url.split(",")]
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Config:
+        """Read ``kv_connector_extra_config``.
+
+        Raises:
+            ConfigError: naming the first key that is unknown, missing, of a wrong type or out of bounds.
+        """
+        hints = get_type_hints(cls)
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in values:
+            if key not in known:
+                raise ConfigError(key, values[key], f"the keys {', '.join(sorted(known))}")
+        if "nats_url" not in values:
+            raise ConfigError("nats_url", None, "a URL such as nats://host:4222 (the key is required)")
+        return cls(**{key: _typed(key, value, hints[key]) for key, value in values.items()})
+
+
+def check_nats_url(key: str, value: object) -> str:
+    """Return ``value`` if it is a NATS URL with a host; raise :class:`ConfigError` naming ``key`` otherwise."""
+    allowed = f"a URL such as nats://host:4222 (schemes: {', '.join(NATS_SCHEMES)})"
+    if not isinstance(value, str):
+        raise ConfigError(key, value, allowed)
+    try:
+        parts = urlsplit(value)
+        usable = parts.scheme in NATS_SCHEMES and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(key, value, allowed)
+    return value
+
+
+def _typed(key: str, value: Any, wanted: Any) -> Any:
+    if wanted is float and type(value) in (int, float):
+        return float(value)
+    if wanted == tuple[str, ...] and isinstance(value, list | tuple):
+        return tuple(value)
+    if wanted in (str, bool) and type(value) is wanted:
+        return value
+    names = {str: "text", bool: "true or false", float: "a number"}
+    raise ConfigError(key, value, names.get(wanted, "a list of text"))

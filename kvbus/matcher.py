@@ -1,0 +1,402 @@
+"""The matcher: joins registrations and completions in one rank of a prefill engine, in whichever order they come.
+
+The one rule: a WRITE is posted for an effect :class:`PostWrite` and for nothing else, by the thread that applied the
+event, before it applies another one; so what was checked here still holds when the WRITE is posted.
+
+Pure: time is an argument (seconds, monotonic), whatever a peer can send is answered with an effect. Called by
+:class:`kvbus.source.SourceRank` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from kvbus import blocks
+from kvbus.bounded import BoundedDict, Deadlines
+from kvbus.matching import (
+    Effect,
+    Event,
+    Introduce,
+    PooledCancel,
+    PooledRegistration,
+    PostWrite,
+    Reject,
+    ReleaseBlocks,
+    Send,
+    SinkJoined,
+    SinkLeft,
+    WriteEnded,
+    WriteJob,
+)
+from kvbus.messages import (
+    Cancel,
+    CancelAck,
+    Message,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    RegistrationAck,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
+
+MAX_TRANSFERS = 1 << 16
+MAX_TOMBSTONES = 1 << 13
+
+
+class Outcome(Enum):
+    """How a transfer ended; the value is the reason given to a registration that comes too late."""
+
+    DONE = "already transferred"
+    FAILED = "transfer failed"
+    EXPIRED = "block lease expired"
+    CANCELLED = "cancelled"
+    NO_PREFILL = "prefill failed"
+
+
+@dataclass(slots=True)
+class _Transfer:
+    announced: bool = False
+    completion: PrefillCompleted | None = None
+    completed_at: float = 0.0
+    registration: Registration | None = None
+    registered_at: float = 0.0
+    acknowledged: bool = False
+    writing_since: float | None = None
+    cancel: Cancel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Tombstone:
+    outcome: Outcome
+    attempt: int
+    sink: str = ""
+    reply: Message | None = None
+
+
+class Matcher:
+    """The table of transfers of one rank; see the module's docstring.
+
+    Args:
+        engine, incarnation, rank, ranks: this rank's identity, put into every message.
+        block_lease_s: how long the blocks of a completed prefill wait for a registration, seconds.
+        pool_hold_s: how long an unclaimed registration from the pool is kept, seconds. The decode engine re-sends it.
+        registration_hold_s: how long an acknowledged registration waits for its prefill, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str,
+        incarnation: int,
+        rank: int,
+        ranks: int,
+        block_lease_s: float = 30.0,
+        pool_hold_s: float = 10.0,
+        registration_hold_s: float = 600.0,
+        max_transfers: int = MAX_TRANSFERS,
+    ) -> None:
+        self._engine, self._incarnation, self._rank, self._ranks = engine, incarnation, rank, ranks
+        self._block_lease_s, self._pool_hold_s = block_lease_s, pool_hold_s
+        self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
+        self._transfers: dict[str, _Transfer] = {}
+        self._sinks: dict[str, SinkJoined] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
+        self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
+        self._released: BoundedDict[str, None] = BoundedDict(MAX_TOMBSTONES)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Sizes for metrics and tests: transfers by what they wait for."""
+        held = self._transfers.values()
+        return {
+            "writing": sum(t.writing_since is not None for t in held),
+            "awaiting_prefill": sum(t.completion is None for t in held),
+            "awaiting_registration": sum(t.completion is not None and t.registration is None for t in held),
+            "transfers": len(self._transfers),
+        }
+
+    def next_deadline(self) -> float | None:
+        """When :meth:`tick` has something to do, None if never."""
+        return self._deadlines.next()
+
+    def apply(self, event: Event, now: float) -> list[Effect]:
+        """Apply one event; the only way, with :meth:`tick`, that this table changes."""
+        match event:
+            case Registration():
+                return self._register(event, now, direct=True)
+            case PooledRegistration(registration):
+                return self._register(registration, now, direct=False)
+            case PrefillProgress():
+                return self._announce(event, now)
+            case PrefillCompleted():
+                return self._complete(event, now)
+            case PrefillFailed():
+                return self._fail_prefill(event)
+            case WriteEnded():
+                return self._end_write(event, now)
+            case Cancel():
+                return self._cancel(event, direct=True)
+            case PooledCancel(cancel):
+                return self._cancel(cancel, direct=False)
+            case SinkJoined():
+                return self._join(event, now)
+            case SinkLeft():
+                return self._leave(event)
+
+    def tick(self, now: float) -> list[Effect]:
+        """End what has waited too long: completions without registration, and registrations without prefill."""
+        effects: list[Effect] = []
+        for transfer_id in self._deadlines.pop_due(now):
+            transfer = self._transfers.get(transfer_id)
+            if transfer is None or transfer.writing_since is not None:
+                continue
+            if transfer.completion is None and not transfer.acknowledged:
+                del self._transfers[transfer_id]  # an unclaimed registration from the pool: not ours to answer
+                effects.append(Reject("unclaimed registration"))
+            else:
+                effects += self._end(transfer_id, transfer, Outcome.EXPIRED)
+        return effects
+
+    def _register(self, registration: Registration, now: float, *, direct: bool) -> list[Effect]:
+        key = registration.transfer_id
+        sink = self._sinks.get(registration.sink_engine)
+        if sink is not None and registration.sink_incarnation < sink.incarnation:
+            return [Reject("stale incarnation")]
+        if tombstone := self._tombstones.get(key):
+            return self._register_late(registration, tombstone)
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if len(self._transfers) >= self._max_transfers:
+                return [self._ack(registration, refused="full")] if direct else [Reject("full")]
+            transfer = self._transfers[key] = _Transfer()
+        if held := transfer.registration:
+            if held == registration:  # re-sent, because it or its acknowledgement was lost or is still under way
+                return [self._ack(registration)] if transfer.acknowledged else [Reject("duplicate registration")]
+            if registration.attempt <= held.attempt:
+                return [Reject("stale attempt")]
+            if transfer.writing_since is not None:
+                # The old attempt's WRITE cannot be taken back; the new one is re-sent until it has ended.
+                return [Reject("write in progress")]
+        transfer.registration, transfer.registered_at = registration, now
+        transfer.acknowledged = direct or transfer.announced or transfer.completion is not None
+        effects: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
+        if sink is None or sink.incarnation < registration.sink_incarnation:
+            effects.append(Introduce(registration.sink_engine))
+        if transfer.completion is None:
+            hold = self._registration_hold_s if transfer.acknowledged else self._pool_hold_s
+            self._deadlines.set(key, now + hold)
+        return effects + self._match(key, transfer, now)
+
+    def _register_late(self, registration: Registration, tombstone: _Tombstone) -> list[Effect]:
+        same = registration.attempt == tombstone.attempt and registration.sink_engine == tombstone.sink
+        if same and tombstone.reply is not None:
+            return [Send(registration.sink_engine, tombstone.reply)]
+        if registration.attempt < tombstone.attempt:
+            return [Reject("stale attempt")]
+        return [self._ack(registration, refused=tombstone.outcome.value)]
+
+    def _announce(self, progress: PrefillProgress, now: float) -> list[Effect]:
+        if not self._is_ours(progress):
+            return [Reject("foreign prefill")]
+        if progress.transfer_id in self._tombstones:
+            return [Reject("late progress")]
+        transfer = self._transfers.get(progress.transfer_id)
+        if transfer is None:
+            if len(self._transfers) >= self._max_transfers:
+                return [Reject("full")]
+            transfer = self._transfers[progress.transfer_id] = _Transfer()
+        transfer.announced = True
+        if transfer.completion is None:
+            self._deadlines.set(progress.transfer_id, now + self._registration_hold_s)
+        if transfer.registration is not None and not transfer.acknowledged:
+            transfer.acknowledged = True
+            return [self._ack(transfer.registration)]
+        return []
+
+    def _complete(self, completion: PrefillCompleted, now: float) -> list[Effect]:
+        if not self._is_ours(completion):
+            return [Reject("foreign prefill")]
+        if completion.request_id in self._released:
+            return [Reject("duplicate completion")]
+        key = completion.transfer_id
+        transfer = self._transfers.get(key)
+        if transfer is not None and transfer.completion is not None:
+            if transfer.completion.request_id == completion.request_id:
+                return [Reject("duplicate completion")]
+            return [*self._release(completion), Reject("transfer id reused")]
+        if key in self._tombstones:
+            return [*self._release(completion), Reject("late completion")]
+        if transfer is None:
+            if len(self._transfers) >= self._max_transfers:
+                return [*self._release(completion), Reject("full")]
+            transfer = self._transfers[key] = _Transfer()
+        transfer.completion, transfer.completed_at = completion, now
+        self._deadlines.set(key, now + self._block_lease_s)
+        effects: list[Effect] = []
+        if transfer.registration is not None and not transfer.acknowledged:
+            transfer.acknowledged = True
+            effects.append(self._ack(transfer.registration))
+        return effects + self._match(key, transfer, now)
+
+    def _fail_prefill(self, failed: PrefillFailed) -> list[Effect]:
+        if not self._is_ours(failed):
+            return [Reject("foreign prefill")]
+        transfer = self._transfers.get(failed.transfer_id)
+        if transfer is not None and transfer.completion is not None:
+            return [Reject("failure after completion")]
+        if failed.transfer_id in self._tombstones:
+            return [Reject("late failure")]
+        return self._end(failed.transfer_id, transfer or _Transfer(), Outcome.NO_PREFILL, failed.reason)
+
+    def _match(self, key: str, transfer: _Transfer, now: float) -> list[Effect]:
+        registration, completion = transfer.registration, transfer.completion
+        if registration is None or completion is None or transfer.writing_since is not None:
+            return []
+        sink = self._sinks.get(registration.sink_engine)
+        if sink is None or sink.incarnation != registration.sink_incarnation:
+            return []  # SinkJoined matches again
+        if reason := _mismatch(registration, completion, sink):
+            return self._end(key, transfer, Outcome.FAILED, reason)
+        transfer.writing_since = now
+        self._deadlines.drop(key)
+        job = WriteJob(
+            transfer_id=key,
+            attempt=registration.attempt,
+            source_request=completion.request_id,
+            source_blocks=completion.blocks,
+            sink_engine=registration.sink_engine,
+            sink_incarnation=registration.sink_incarnation,
+            sink_request=registration.request_id,
+            sink_blocks=registration.blocks,
+            traceparent=registration.traceparent or completion.traceparent,
+        )
+        started = TransferStarted(**self._about(registration))
+        return [PostWrite(job), Send(registration.sink_engine, started)]
+
+    def _end_write(self, ended: WriteEnded, now: float) -> list[Effect]:
+        transfer = self._transfers.get(ended.transfer_id)
+        registration = transfer.registration if transfer else None
+        if transfer is None or registration is None or transfer.writing_since is None:
+            return [Reject("unknown write")]
+        if registration.attempt != ended.attempt:
+            return [Reject("unknown write")]
+        if transfer.cancel is not None:
+            return self._end(ended.transfer_id, transfer, Outcome.CANCELLED)
+        if ended.failure:
+            return self._end(ended.transfer_id, transfer, Outcome.FAILED, ended.failure)
+        both_known = max(transfer.registered_at, transfer.completed_at)
+        done = TransferDone(
+            **self._about(registration),
+            blocks=blocks.count(registration.blocks),
+            nbytes=ended.nbytes,
+            late_side="decode" if transfer.registered_at >= transfer.completed_at else "prefill",
+            match_wait_s=abs(transfer.registered_at - transfer.completed_at),
+            queue_s=transfer.writing_since - both_known,
+            write_s=now - transfer.writing_since,
+        )
+        return self._bury(ended.transfer_id, transfer, Outcome.DONE, done)
+
+    def _cancel(self, cancel: Cancel, *, direct: bool) -> list[Effect]:
+        transfer = self._transfers.get(cancel.transfer_id)
+        held = transfer.registration if transfer else None
+        if held is not None and (cancel.attempt < held.attempt or cancel.sink_engine != held.sink_engine):
+            return [Reject("stale cancel")]
+        if transfer is not None and transfer.writing_since is not None:
+            transfer.cancel = cancel  # acknowledged when the WRITE has ended
+            return []
+        if transfer is None:
+            known = cancel.transfer_id in self._tombstones
+            if not known:  # the prefill may still come, and shall then free its blocks at once
+                self._tombstones[cancel.transfer_id] = _Tombstone(Outcome.CANCELLED, cancel.attempt)
+            return [self._cancel_ack(cancel)] if known or direct else [Reject("foreign cancel")]
+        if cancel.release:
+            return [*self._bury(cancel.transfer_id, transfer, Outcome.CANCELLED, None), self._cancel_ack(cancel)]
+        transfer.registration, transfer.acknowledged = None, False
+        return [self._cancel_ack(cancel)]
+
+    def _join(self, sink: SinkJoined, now: float) -> list[Effect]:
+        known = self._sinks.get(sink.engine)
+        if known is not None and known.incarnation > sink.incarnation:
+            return [Reject("stale incarnation")]
+        self._sinks[sink.engine] = sink
+        effects: list[Effect] = []
+        for key, transfer in list(self._transfers.items()):
+            registration = transfer.registration
+            if registration is None or registration.sink_engine != sink.engine:
+                continue
+            if registration.sink_incarnation < sink.incarnation and transfer.writing_since is None:
+                transfer.registration, transfer.acknowledged = None, False
+            else:
+                effects += self._match(key, transfer, now)
+        return effects
+
+    def _leave(self, left: SinkLeft) -> list[Effect]:
+        known = self._sinks.get(left.engine)
+        if known is not None and known.incarnation <= left.incarnation:
+            del self._sinks[left.engine]
+        for transfer in self._transfers.values():
+            registration = transfer.registration
+            if registration is None or registration.sink_engine != left.engine or transfer.writing_since is not None:
+                continue
+            if registration.sink_incarnation <= left.incarnation:
+                transfer.registration, transfer.acknowledged = None, False
+        return []
+
+    def _end(self, key: str, transfer: _Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
+        """End a transfer without success and tell its sink, if it has one."""
+        registration, reply = transfer.registration, None
+        if registration is not None:
+            if outcome is Outcome.CANCELLED:
+                reply = CancelAck(**self._about(registration))
+            else:
+                reply = TransferFailed(**self._about(registration), reason=reason or outcome.value)
+        return self._bury(key, transfer, outcome, reply)
+
+    def _bury(self, key: str, transfer: _Transfer, outcome: Outcome, reply: Message | None) -> list[Effect]:
+        registration = transfer.registration
+        sink, attempt = (registration.sink_engine, registration.attempt) if registration else ("", 0)
+        self._transfers.pop(key, None)
+        self._deadlines.drop(key)
+        self._tombstones[key] = _Tombstone(outcome, attempt, sink, reply)
+        effects: list[Effect] = [Send(sink, reply)] if reply is not None else []
+        return effects + (self._release(transfer.completion) if transfer.completion else [])
+
+    def _release(self, completion: PrefillCompleted) -> list[Effect]:
+        self._released[completion.request_id] = None
+        return [ReleaseBlocks(completion.request_id)]
+
+    def _is_ours(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> bool:
+        return message.source_engine == self._engine and message.source_incarnation == self._incarnation
+
+    def _about(self, heard: Registration | Cancel) -> dict[str, Any]:
+        return {
+            "transfer_id": heard.transfer_id,
+            "source_engine": self._engine,
+            "source_incarnation": self._incarnation,
+            "attempt": heard.attempt,
+            "rank": self._rank,
+            "ranks": self._ranks,
+            "request_id": heard.request_id,
+        }
+
+    def _ack(self, registration: Registration, refused: str = "") -> Send:
+        return Send(registration.sink_engine, RegistrationAck(**self._about(registration), refused=refused))
+
+    def _cancel_ack(self, cancel: Cancel) -> Send:
+        return Send(cancel.sink_engine, CancelAck(**self._about(cancel)))
+
+
+def _mismatch(registration: Registration, completion: PrefillCompleted, sink: SinkJoined) -> str:
+    """Why the two cannot be joined, empty if they can. Rule F6: ids are checked before a WRITE is built."""
+    if registration.prompt_tokens != completion.tokens:
+        return f"prompt has {registration.prompt_tokens} tokens on decode, {completion.tokens} on prefill"
+    if len(registration.blocks) != len(completion.blocks):
+        return f"{len(registration.blocks)} KV groups on decode, {len(completion.blocks)} on prefill"
+    if blocks.highest(registration.blocks) >= sink.num_blocks:
+        return f"block {blocks.highest(registration.blocks)} is out of the decode engine's {sink.num_blocks} blocks"
+    return ""

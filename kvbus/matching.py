@@ -1,0 +1,116 @@
+"""The matcher's vocabulary: the events it is told and the effects it answers with. See :mod:`kvbus.matcher`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbus.blocks import BlockRuns
+from kvbus.messages import Cancel, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
+
+
+@dataclass(frozen=True, slots=True)
+class SinkJoined:
+    """The decode engine's memory of this incarnation can be written; it has ``num_blocks`` blocks."""
+
+    engine: str
+    incarnation: int
+    num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkLeft:
+    """This incarnation of the decode engine is gone, or cannot be written (``reason``)."""
+
+    engine: str
+    incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteEnded:
+    """Every WRITE posted for this job has ended; ``failure`` is empty if all of them went well."""
+
+    transfer_id: str
+    attempt: int
+    nbytes: int = 0
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PooledRegistration:
+    """A registration that came over the pool's subject: only the engine that has the transfer answers it."""
+
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class PooledCancel:
+    """A cancel that came over the pool's subject: only an engine that has heard of the transfer answers it."""
+
+    cancel: Cancel
+
+
+Event = (
+    Registration
+    | PooledRegistration
+    | Cancel
+    | PooledCancel
+    | PrefillProgress
+    | PrefillCompleted
+    | PrefillFailed
+    | SinkJoined
+    | SinkLeft
+    | WriteEnded
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """One transfer of one rank. Source blocks may outnumber sink blocks: the last ones of each group line up."""
+
+    transfer_id: str
+    attempt: int
+    source_request: str
+    source_blocks: BlockRuns
+    sink_engine: str
+    sink_incarnation: int
+    sink_request: str
+    sink_blocks: BlockRuns
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    job: WriteJob
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Publish ``message`` to the decode engine ``engine``."""
+
+    engine: str
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseBlocks:
+    """The prefill engine's request ``request_id`` is over for this rank; given exactly once for each completion."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Introduce:
+    """A decode engine registered before it was known: fetch its metadata."""
+
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The event changed nothing; ``reason`` is one of few, fit for a metric's label."""
+
+    reason: str
+
+
+Effect = PostWrite | Send | ReleaseBlocks | Introduce | Reject

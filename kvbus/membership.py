@@ -1,0 +1,123 @@
+"""Membership: which engines are there, by their heartbeats. Pure; time is an argument.
+
+The one rule: of one engine id only the newest incarnation is a member, and what an older one still says is dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvbus.bounded import Deadlines
+from kvbus.messages import Bye, Heartbeat, Role, State
+
+MAX_PEERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PeerJoined:
+    """A new incarnation of an engine is there."""
+
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class PeerChanged:
+    """A member's state or address has changed."""
+
+    heartbeat: Heartbeat
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLeft:
+    """This incarnation is gone: it said so, was silent for too long, or was replaced."""
+
+    engine: str
+    incarnation: int
+    role: Role
+    reason: str
+
+
+Change = PeerJoined | PeerChanged | PeerLeft
+
+
+class Membership:
+    """The table of engines.
+
+    Args:
+        dead_after_s: an engine silent for so long is taken for gone, seconds.
+    """
+
+    def __init__(self, *, dead_after_s: float = 3.0, max_peers: int = MAX_PEERS) -> None:
+        self._dead_after_s, self._max_peers = dead_after_s, max_peers
+        self._peers: dict[str, Heartbeat] = {}
+        self._deadlines: Deadlines[str] = Deadlines()
+        self.rejected = 0
+
+    def __getitem__(self, engine: str) -> Heartbeat:
+        return self._peers[engine]
+
+    def get(self, engine: str) -> Heartbeat | None:
+        return self._peers.get(engine)
+
+    def peers(self, *, prefill: bool = False, decode: bool = False, ready: bool = False) -> list[Heartbeat]:
+        """Members that do what is asked for, by engine id."""
+        return [
+            peer
+            for _, peer in sorted(self._peers.items())
+            if (not prefill or Role(peer.role).prefills)
+            and (not decode or Role(peer.role).decodes)
+            and (not ready or peer.state == State.READY)
+        ]
+
+    def next_deadline(self) -> float | None:
+        return self._deadlines.next()
+
+    def hear(self, message: Heartbeat | Bye, now: float) -> list[Change]:
+        """An engine has spoken."""
+        known = self._peers.get(message.engine)
+        if known is not None and message.incarnation < known.incarnation:
+            self.rejected += 1
+            return []
+        if isinstance(message, Bye):
+            return [self._drop(known, "left")] if known is not None else []
+        if message.role not in (*Role,) or message.state not in (*State,):
+            self.rejected += 1
+            return []
+        if known is None and len(self._peers) >= self._max_peers:
+            self.rejected += 1
+            return []
+        changes: list[Change] = []
+        if known is not None and message.incarnation > known.incarnation:
+            changes.append(self._drop(known, "replaced"))
+            known = None
+        self._peers[message.engine] = message
+        self._deadlines.set(message.engine, now + self._dead_after_s)
+        if known is None:
+            changes.append(PeerJoined(message))
+        elif (known.state, known.address) != (message.state, message.address):
+            changes.append(PeerChanged(message))
+        return changes
+
+    def tick(self, now: float) -> list[Change]:
+        """Drop whom nothing was heard from."""
+        return [self._drop(self._peers[engine], "silent") for engine in self._deadlines.pop_due(now)]
+
+    def excuse_silence(self, now: float) -> None:
+        """We were deaf ourselves (the bus was away): everybody gets a full term from now on."""
+        for engine in self._peers:
+            self._deadlines.set(engine, now + self._dead_after_s)
+
+    def _drop(self, peer: Heartbeat, reason: str) -> PeerLeft:
+        del self._peers[peer.engine]
+        self._deadlines.drop(peer.engine)
+        return PeerLeft(peer.engine, peer.incarnation, Role(peer.role), reason)
+
+
+def differences(ours: Heartbeat, theirs: Heartbeat) -> list[str]:
+    """What keeps two engines from exchanging KV, a line for each; empty if nothing does."""
+    mine, other = dict(ours.compat), dict(theirs.compat)
+    return [
+        f"{key}: {mine.get(key, 'unset')} here, {other.get(key, 'unset')} on {theirs.engine}"
+        for key in sorted(mine.keys() | other.keys())
+        if mine.get(key) != other.get(key)
+    ]

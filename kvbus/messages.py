@@ -1,0 +1,420 @@
+"""Every message on the bus: one frozen dataclass each, checked when it is built, and the codec beside it.
+
+The one rule: nothing past this module sees a dict or an unchecked field. :func:`encode` and :func:`decode` are each
+other's inverse; whatever :func:`decode` cannot accept raises :class:`~kvbus.errors.MessageError` and nothing else.
+
+Wire format: one msgpack map ``{"v": version, "k": kind, field: value, ...}``. Unknown fields are ignored, missing
+ones take their default, or the message is refused if there is none.
+
+Wire versions:
+    1  first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, cast, get_type_hints
+
+import msgpack
+
+from kvbus.blocks import BlockRuns
+from kvbus.errors import MessageError
+
+WIRE_VERSION = 1
+
+MAX_MESSAGE_BYTES = 8 << 20
+MAX_TEXT_CHARS = 512
+MAX_BINARY_BYTES = 4 << 20
+MAX_GROUPS = 64
+MAX_RUNS = 1 << 16
+MAX_BLOCKS = 1 << 20
+MAX_PAIRS = 64
+_MAX_INT = (1 << 63) - 1
+
+
+class Role(StrEnum):
+    """What an engine does; ``BOTH`` is vLLM's ``kv_both``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOTH = "both"
+
+    @property
+    def prefills(self) -> bool:
+        return self is not Role.DECODE
+
+    @property
+    def decodes(self) -> bool:
+        return self is not Role.PREFILL
+
+
+class State(StrEnum):
+    """What an engine says of itself in its heartbeat."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base of all messages. ``KIND`` is the tag on the wire."""
+
+    KIND: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS[type(self)]:
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+
+@dataclass(frozen=True, slots=True)
+class _FromSink(Message):
+    """What a decode engine says about one attempt at one transfer."""
+
+    transfer_id: str
+    attempt: int
+    sink_engine: str
+    sink_incarnation: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Registration(_FromSink):
+    """The blocks that a decode engine has allocated for the KV of a prompt.
+
+    ``blocks`` holds only those still to be filled, the prompt's last ones; ``request_id`` is the decode engine's.
+    """
+
+    KIND = "reg"
+
+    blocks: BlockRuns
+    prompt_tokens: int
+    cached_tokens: int = 0
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel(_FromSink):
+    """The decode engine no longer wants this attempt. ``release``: nor any other; P may free its blocks."""
+
+    KIND = "cancel"
+
+    reason: str
+    release: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _FromSource(Message):
+    """What a prefill engine says about one transfer."""
+
+    transfer_id: str
+    source_engine: str
+    source_incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillProgress(_FromSource):
+    """``computed`` of the prompt's ``total`` tokens are computed; 0 when the request has just arrived."""
+
+    KIND = "progress"
+
+    request_id: str
+    computed: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCompleted(_FromSource):
+    """The prefill of ``tokens`` prompt tokens is done; ``blocks`` hold its KV and stay until the transfer ends."""
+
+    KIND = "completed"
+
+    request_id: str
+    blocks: BlockRuns
+    tokens: int
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed(_FromSource):
+    """There will be no KV for this transfer."""
+
+    KIND = "prefill_failed"
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _FromSourceRank(_FromSource):
+    """What rank ``rank`` of a prefill engine's ``ranks`` says about one attempt, to the decode engine."""
+
+    attempt: int
+    rank: int
+    ranks: int
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationAck(_FromSourceRank):
+    """The registration is held (``refused`` empty), or will never be served (``refused`` says why)."""
+
+    KIND = "ack"
+
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAck(_FromSourceRank):
+    """No WRITE of this attempt is posted, and none will be."""
+
+    KIND = "cancel_ack"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStarted(_FromSourceRank):
+    """A WRITE is posted: from now on it is worth polling for its notification."""
+
+    KIND = "started"
+
+
+@dataclass(frozen=True, slots=True)
+class TransferDone(_FromSourceRank):
+    """The WRITEs of this rank have ended well. Times are seconds on this rank's monotonic clock.
+
+    ``late_side`` is the one the match waited for. ``match_wait_s`` is how long the earlier side waited for the later.
+    """
+
+    KIND = "done"
+
+    blocks: int = 0
+    nbytes: int = 0
+    late_side: str = ""
+    match_wait_s: float = 0.0
+    queue_s: float = 0.0
+    write_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TransferFailed(_FromSourceRank):
+    """This rank will not (or not completely) write; none of its WRITEs is outstanding."""
+
+    KIND = "failed"
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat(Message):
+    """An engine is there. ``incarnation`` is the wall-clock ns of its start: larger is newer.
+
+    ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
+    what is not.
+    """
+
+    KIND = "hb"
+
+    engine: str
+    incarnation: int
+    number: int
+    role: str
+    state: str
+    tp_size: int
+    model: str = ""
+    address: str = ""
+    free_blocks: int = 0
+    total_blocks: int = 0
+    requests: int = 0
+    compat: Pairs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Who(Message):
+    """Asks every engine for a heartbeat at once."""
+
+    KIND = "who"
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bye(Message):
+    """This incarnation of the engine is leaving."""
+
+    KIND = "bye"
+
+    engine: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataRequest(Message):
+    """Asks one rank of an engine for its NIXL agent metadata."""
+
+    KIND = "meta?"
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetadataReply(Message):
+    """The metadata, opaque to the bus; ``error`` says why there is none."""
+
+    KIND = "meta!"
+
+    engine: str
+    incarnation: int
+    rank: int
+    payload: bytes = b""
+    error: str = ""
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message; the inverse of :func:`decode`."""
+    body: dict[str, Any] = {"v": WIRE_VERSION, "k": message.KIND}
+    for name, _ in _CHECKS[type(message)]:
+        body[name] = getattr(message, name)
+    return cast(bytes, msgpack.packb(body))
+
+
+def decode(data: bytes) -> Message:
+    """Decode one message.
+
+    Raises:
+        MessageError: for anything else than a well-formed message of a known kind and version.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"message of {len(data)} bytes, allowed {MAX_MESSAGE_BYTES}")
+    try:
+        body = msgpack.unpackb(
+            data,
+            strict_map_key=True,
+            max_str_len=4 * MAX_TEXT_CHARS,
+            max_bin_len=MAX_BINARY_BYTES,
+            max_array_len=MAX_RUNS,
+            max_map_len=64,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
+        raise MessageError(f"not msgpack within bounds: {type(error).__name__}") from None
+    if not isinstance(body, dict):
+        raise MessageError(f"not a map but {type(body).__name__}")
+    if body.get("v") != WIRE_VERSION:
+        raise MessageError(f"wire version {body.get('v')!r}, spoken here: {WIRE_VERSION}")
+    kind = body.get("k")
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise MessageError(f"unknown kind {kind!r:.80}")
+    try:
+        return cls(**{name: body[name] for name, _ in _CHECKS[cls] if name in body})
+    except TypeError:
+        missing = [f.name for f in dataclasses.fields(cls) if _is_required(f) and f.name not in body]
+        raise MessageError(f"{kind}: missing {', '.join(missing)}") from None
+
+
+def _is_required(field: dataclasses.Field[Any]) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _bad(name: str, value: object, wanted: str) -> MessageError:
+    return MessageError(f"{name}: {value!r:.80} is not {wanted}")
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
+        raise _bad(name, value, f"text of at most {MAX_TEXT_CHARS} characters")
+    return str(value)  # a StrEnum member becomes plain text
+
+
+def _integer(name: str, value: object) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise _bad(name, value, f"an integer in 0..{_MAX_INT}")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    if type(value) not in (int, float) or not abs(cast(float, value)) < float("inf"):
+        raise _bad(name, value, "a finite number")
+    return float(cast(float, value))
+
+
+def _flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise _bad(name, value, "a boolean")
+    return value
+
+
+def _binary(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) > MAX_BINARY_BYTES:
+        raise _bad(name, value, f"at most {MAX_BINARY_BYTES} bytes")
+    return value
+
+
+def _sequence(name: str, value: object, limit: int, wanted: str) -> list[object] | tuple[object, ...]:
+    if not isinstance(value, list | tuple) or len(value) > limit:
+        raise _bad(name, value, wanted)
+    return value
+
+
+def _runs(name: str, value: object) -> BlockRuns:
+    wanted = f"block runs [[[first, count], ...], ...] of at most {MAX_BLOCKS} blocks"
+    groups: list[tuple[tuple[int, int], ...]] = []
+    total = 0
+    for group in _sequence(name, value, MAX_GROUPS, wanted):
+        runs: list[tuple[int, int]] = []
+        for run in _sequence(name, group, MAX_RUNS, wanted):
+            match run:
+                case (first, length) if type(first) is int and type(length) is int and _is_run(first, length):
+                    total += length
+                    runs.append((first, length))
+                case _:
+                    raise _bad(name, value, wanted)
+        if total > MAX_BLOCKS:
+            raise _bad(name, value, wanted)
+        groups.append(tuple(runs))
+    return tuple(groups)
+
+
+def _is_run(first: int, length: int) -> bool:
+    return 0 <= first <= _MAX_INT and 0 < length <= MAX_BLOCKS
+
+
+def _pairs(name: str, value: object) -> Pairs:
+    pairs: list[tuple[str, str]] = []
+    for item in _sequence(name, value, MAX_PAIRS, f"at most {MAX_PAIRS} pairs"):
+        key, text = _sequence(name, item, 2, "a pair") if isinstance(item, list | tuple) and len(item) == 2 else ("", 0)
+        pairs.append((_text(name, key), _text(name, text)))
+    return tuple(pairs)
+
+
+_CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
+    str: _text,
+    int: _integer,
+    float: _number,
+    bool: _flag,
+    bytes: _binary,
+    BlockRuns: _runs,
+    Pairs: _pairs,
+}
+
+
+def _leaves(cls: type[Message]) -> list[type[Message]]:
+    below = [leaf for sub in cls.__subclasses__() for leaf in _leaves(sub)]
+    return below + ([cls] if cls.KIND else [])
+
+
+_CHECKS: dict[type[Message], tuple[tuple[str, Callable[[str, object], object]], ...]] = {
+    cls: tuple(
+        (field.name, _CHECK_OF_TYPE[hints[field.name]])
+        for hints in (get_type_hints(cls),)
+        for field in dataclasses.fields(cls)
+    )
+    for cls in _leaves(Message)
+}
+_KINDS: dict[str, type[Message]] = {cls.KIND: cls for cls in _CHECKS}

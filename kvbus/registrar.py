@@ -1,0 +1,325 @@
+"""The registrar: a decode engine's registrations, from allocation until vLLM may have the blocks back.
+
+The one rule: a registration ends in :class:`Abandon` only when every prefill rank that acknowledged it has said done,
+failed or cancel-acknowledged, or its engine is gone. Until then the blocks may still be written.
+
+Pure; times are seconds on a monotonic clock. Called by :class:`kvbus.sink.SinkScheduler` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvbus.bounded import Deadlines
+from kvbus.messages import (
+    Cancel,
+    CancelAck,
+    Heartbeat,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    RegistrationAck,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
+
+FIRST_RESEND_S = 0.25
+MAX_RESEND_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """Blocks are allocated; ``hint`` is the prefill engine's id if it is known, else empty."""
+
+    registration: Registration
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """vLLM has taken the receive as finished: nothing is left to do."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """vLLM has dropped the request; its blocks stay until :class:`Abandon`."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLeft:
+    """This incarnation of a prefill engine is gone; none of its WRITEs can still arrive."""
+
+    engine: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BusBack:
+    """The bus is connected again: whatever was published meanwhile is lost."""
+
+
+FromSource = (
+    RegistrationAck
+    | CancelAck
+    | TransferStarted
+    | TransferDone
+    | TransferFailed
+    | PrefillProgress
+    | PrefillCompleted
+    | PrefillFailed
+)
+Event = Register | Received | Aborted | SourceLeft | BusBack | Heartbeat | FromSource
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Publish to the prefill engine ``engine``, or to the pool if it is empty."""
+
+    engine: str
+    message: Registration | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """Nothing is written into this request's blocks any more, and its KV is not (all) here."""
+
+    request_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """The event changed nothing."""
+
+    reason: str
+
+
+Effect = Publish | Abandon | Reject
+
+
+class Phase(Enum):
+    REGISTERED = "registered"  # sent, and sent again until every rank has acknowledged
+    HELD = "held"  # by every rank of one prefill engine
+    CANCELLING = "cancelling"  # the blocks wait for the ranks that may still write
+
+
+@dataclass(slots=True)
+class _Receive:
+    registration: Registration
+    engine: str
+    patience_until: float
+    give_up_at: float
+    phase: Phase = Phase.REGISTERED
+    incarnation: int = 0
+    ranks: int = 0
+    acknowledged: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    claimed: bool = False
+    resend_s: float = FIRST_RESEND_S
+    resend_at: float = 0.0
+    reason: str = ""
+
+
+class Registrar:
+    """The table of registrations of one decode engine; see the module's docstring.
+
+    Args:
+        patience_s: how long a registration waits for its prefill engine to know of the request, and later for a sign
+            of life from it, seconds.
+        transfer_timeout_s: the longest any registration waits, seconds.
+        cancel_timeout_s: how long a cancel waits for its acknowledgement, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        patience_s: float = 60.0,
+        transfer_timeout_s: float = 600.0,
+        cancel_timeout_s: float = 10.0,
+    ) -> None:
+        self._patience_s, self._transfer_timeout_s = patience_s, transfer_timeout_s
+        self._cancel_timeout_s = cancel_timeout_s
+        self._receives: dict[str, _Receive] = {}
+        self._by_transfer: dict[str, str] = {}
+        self._timers: Deadlines[str] = Deadlines()
+
+    def __len__(self) -> int:
+        return len(self._receives)
+
+    def next_deadline(self) -> float | None:
+        return self._timers.next()
+
+    def apply(self, event: Event, now: float) -> list[Effect]:
+        """Apply one event; the only way, with :meth:`tick`, that this table changes."""
+        match event:
+            case Register():
+                return self._register(event, now)
+            case Received(request_id):
+                return self._forget(request_id)
+            case Aborted(request_id):
+                receive = self._receives.get(request_id)
+                return self._cancel(receive, "aborted", now) if receive else [Reject("abort of unknown request")]
+            case SourceLeft():
+                return self._source_left(event, now)
+            case Heartbeat():
+                return self._heartbeat(event, now)
+            case BusBack():
+                return [self._publish(receive, now) for receive in self._receives.values()]
+            case _:
+                receive = self._receives.get(self._by_transfer.get(event.transfer_id, ""))
+                if receive is None:
+                    return [Reject("unknown transfer")]
+                return self._from_source(event, receive, now)
+
+    def tick(self, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for request_id in self._timers.pop_due(now):
+            receive = self._receives[request_id]
+            limit = min(receive.patience_until, receive.give_up_at)
+            if receive.phase is Phase.CANCELLING:
+                effects += self._abandon(receive, f"{receive.reason}; cancel not acknowledged") if now >= limit else []
+            elif now >= limit:
+                effects += self._cancel(receive, self._why_late(receive), now)
+                continue
+            if request_id in self._receives and receive.phase is not Phase.HELD and now >= receive.resend_at:
+                effects.append(self._publish(receive, now))
+            self._arm(receive)
+        return effects
+
+    def _register(self, event: Register, now: float) -> list[Effect]:
+        registration = event.registration
+        if registration.request_id in self._receives or registration.transfer_id in self._by_transfer:
+            return [Abandon(registration.request_id, "transfer id in use")]
+        receive = _Receive(
+            registration,
+            event.hint,
+            patience_until=now + self._patience_s,
+            give_up_at=now + self._transfer_timeout_s,
+        )
+        self._receives[registration.request_id] = receive
+        self._by_transfer[registration.transfer_id] = registration.request_id
+        effects: list[Effect] = [self._publish(receive, now)]
+        self._arm(receive)
+        return effects
+
+    def _from_source(self, event: FromSource, receive: _Receive, now: float) -> list[Effect]:
+        if isinstance(event, PrefillProgress | PrefillCompleted | PrefillFailed):
+            return self._from_prefill(event, receive, now)
+        if event.attempt != receive.registration.attempt:
+            return [Reject("another attempt")]
+        if receive.ranks and event.source_engine != receive.engine:
+            return [Reject("another prefill engine")]
+        if receive.ranks and event.source_incarnation != receive.incarnation:
+            return [Reject("another incarnation")]
+        if not 0 <= event.rank < event.ranks or (receive.ranks and event.ranks != receive.ranks):
+            return [Reject("bad rank")]
+        receive.engine, receive.incarnation, receive.ranks = event.source_engine, event.source_incarnation, event.ranks
+        receive.acknowledged.add(event.rank)
+        receive.patience_until = max(receive.patience_until, now + self._patience_s)
+        effects: list[Effect] = []
+        match event:
+            case RegistrationAck(refused=reason) if reason:
+                receive.ended.add(event.rank)
+                effects = self._cancel(receive, f"refused: {reason}", now)
+            case TransferFailed(reason=reason):
+                receive.ended.add(event.rank)
+                effects = self._cancel(receive, reason, now)
+            case TransferDone() | CancelAck():
+                receive.ended.add(event.rank)
+            case _:
+                pass
+        if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:
+            receive.phase = Phase.HELD
+        if receive.phase is Phase.CANCELLING and len(receive.ended) == receive.ranks:
+            return [*effects, *self._abandon(receive, receive.reason)]
+        self._arm(receive)
+        return effects
+
+    def _from_prefill(
+        self, event: PrefillProgress | PrefillCompleted | PrefillFailed, receive: _Receive, now: float
+    ) -> list[Effect]:
+        if receive.engine and event.source_engine != receive.engine:
+            return [Reject("another prefill engine")]
+        if isinstance(event, PrefillFailed):
+            return self._cancel(receive, f"prefill failed: {event.reason}", now)
+        receive.claimed = True
+        receive.patience_until = max(receive.patience_until, now + self._patience_s)
+        self._arm(receive)
+        return []
+
+    def _heartbeat(self, heartbeat: Heartbeat, now: float) -> list[Effect]:
+        """A prefill engine that lives and knows of the request may take its time."""
+        for receive in self._receives.values():
+            if receive.claimed and receive.engine == heartbeat.engine and receive.phase is Phase.HELD:
+                receive.patience_until = max(receive.patience_until, now + self._patience_s)
+        return []
+
+    def _source_left(self, left: SourceLeft, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for receive in list(self._receives.values()):
+            if receive.engine != left.engine or receive.incarnation > left.incarnation:
+                continue
+            effects += self._abandon(receive, receive.reason or "prefill engine left")
+        return effects
+
+    def _cancel(self, receive: _Receive, reason: str, now: float) -> list[Effect]:
+        if receive.phase is Phase.CANCELLING:
+            return []
+        receive.phase, receive.reason = Phase.CANCELLING, reason
+        receive.patience_until = now + self._cancel_timeout_s
+        receive.give_up_at = receive.patience_until
+        receive.resend_s = FIRST_RESEND_S
+        if receive.ranks and len(receive.ended) == receive.ranks:
+            return self._abandon(receive, reason)
+        effects: list[Effect] = [self._publish(receive, now)]
+        self._arm(receive)
+        return effects
+
+    def _abandon(self, receive: _Receive, reason: str) -> list[Effect]:
+        self._forget(receive.registration.request_id)
+        return [Abandon(receive.registration.request_id, reason)]
+
+    def _forget(self, request_id: str) -> list[Effect]:
+        receive = self._receives.pop(request_id, None)
+        if receive is None:
+            return [Reject("unknown request")]
+        del self._by_transfer[receive.registration.transfer_id]
+        self._timers.drop(request_id)
+        return []
+
+    def _publish(self, receive: _Receive, now: float) -> Publish:
+        receive.resend_at = now + receive.resend_s
+        receive.resend_s = min(2 * receive.resend_s, MAX_RESEND_S)
+        registration = receive.registration
+        if receive.phase is not Phase.CANCELLING:
+            return Publish(receive.engine, registration)
+        cancel = Cancel(
+            registration.transfer_id,
+            registration.attempt,
+            registration.sink_engine,
+            registration.sink_incarnation,
+            registration.request_id,
+            reason=receive.reason[:256],
+        )
+        return Publish(receive.engine, cancel)
+
+    def _arm(self, receive: _Receive) -> None:
+        at = min(receive.patience_until, receive.give_up_at)
+        if receive.phase is not Phase.HELD:
+            at = min(at, receive.resend_at)
+        self._timers.set(receive.registration.request_id, at)
+
+    @staticmethod
+    def _why_late(receive: _Receive) -> str:
+        if not receive.acknowledged:
+            return "no prefill engine acknowledged the registration"
+        if not receive.claimed:
+            return "the prefill engine never saw the request"
+        return "no sign of life from the prefill engine"
