@@ -1,4 +1,4 @@
-"""Containers with a cap, and deadlines. Pure; used by the state machines so that nothing in them grows without a bound."""
+"""Containers with a cap, and deadlines. Pure; with them nothing in the state machines grows without a bound."""
 
 from __future__ import annotations
 

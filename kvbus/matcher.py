@@ -27,6 +27,7 @@ from kvbus.matching import (
     Send,
     SinkJoined,
     SinkLeft,
+    SinkRefused,
     WriteEnded,
     WriteJob,
 )
@@ -46,6 +47,7 @@ from kvbus.messages import (
 
 MAX_TRANSFERS = 1 << 16
 MAX_TOMBSTONES = 1 << 13
+MAX_SINKS = 1 << 12
 
 
 class Outcome(Enum):
@@ -105,6 +107,7 @@ class Matcher:
         self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
         self._transfers: dict[str, _Transfer] = {}
         self._sinks: dict[str, SinkJoined] = {}
+        self._refused: BoundedDict[str, SinkRefused] = BoundedDict(MAX_SINKS)
         self._deadlines: Deadlines[str] = Deadlines()
         self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
         self._released: BoundedDict[str, None] = BoundedDict(MAX_TOMBSTONES)
@@ -147,6 +150,8 @@ class Matcher:
                 return self._join(event, now)
             case SinkLeft():
                 return self._leave(event)
+            case SinkRefused():
+                return self._refuse(event)
 
     def tick(self, now: float) -> list[Effect]:
         """End what has waited too long: completions without registration, and registrations without prefill."""
@@ -167,6 +172,9 @@ class Matcher:
         sink = self._sinks.get(registration.sink_engine)
         if sink is not None and registration.sink_incarnation < sink.incarnation:
             return [Reject("stale incarnation")]
+        refused = self._refused.get(registration.sink_engine)
+        if refused is not None and refused.incarnation == registration.sink_incarnation:
+            return [self._ack(registration, refused=refused.reason)] if direct else [Reject("unfit sink")]
         if tombstone := self._tombstones.get(key):
             return self._register_late(registration, tombstone)
         transfer = self._transfers.get(key)
@@ -324,6 +332,7 @@ class Matcher:
         if known is not None and known.incarnation > sink.incarnation:
             return [Reject("stale incarnation")]
         self._sinks[sink.engine] = sink
+        self._refused.pop(sink.engine, None)
         effects: list[Effect] = []
         for key, transfer in list(self._transfers.items()):
             registration = transfer.registration
@@ -347,9 +356,24 @@ class Matcher:
                 transfer.registration, transfer.acknowledged = None, False
         return []
 
+    def _refuse(self, refused: SinkRefused) -> list[Effect]:
+        self._refused[refused.engine] = refused
+        effects: list[Effect] = []
+        for transfer in self._transfers.values():
+            registration = transfer.registration
+            if registration is None or registration.sink_engine != refused.engine:
+                continue
+            if registration.sink_incarnation == refused.incarnation and transfer.writing_since is None:
+                transfer.registration, acknowledged = None, transfer.acknowledged
+                transfer.acknowledged = False
+                if acknowledged:
+                    effects.append(self._ack(registration, refused=refused.reason))
+        return effects
+
     def _end(self, key: str, transfer: _Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
         """End a transfer without success and tell its sink, if it has one."""
-        registration, reply = transfer.registration, None
+        registration = transfer.registration
+        reply: Message | None = None
         if registration is not None:
             if outcome is Outcome.CANCELLED:
                 reply = CancelAck(**self._about(registration))

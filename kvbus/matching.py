@@ -19,7 +19,15 @@ class SinkJoined:
 
 @dataclass(frozen=True, slots=True)
 class SinkLeft:
-    """This incarnation of the decode engine is gone, or cannot be written (``reason``)."""
+    """This incarnation of the decode engine is gone."""
+
+    engine: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkRefused:
+    """This incarnation of the decode engine cannot be written, for good."""
 
     engine: str
     incarnation: int
@@ -60,6 +68,7 @@ Event = (
     | PrefillFailed
     | SinkJoined
     | SinkLeft
+    | SinkRefused
     | WriteEnded
 )
 

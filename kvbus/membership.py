@@ -5,7 +5,7 @@ The one rule: of one engine id only the newest incarnation is a member, and what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbus.bounded import Deadlines
 from kvbus.messages import Bye, Heartbeat, Role, State
@@ -22,7 +22,7 @@ class PeerJoined:
 
 @dataclass(frozen=True, slots=True)
 class PeerChanged:
-    """A member's state or address has changed."""
+    """A member says something new of itself."""
 
     heartbeat: Heartbeat
 
@@ -64,9 +64,9 @@ class Membership:
         return [
             peer
             for _, peer in sorted(self._peers.items())
-            if (not prefill or Role(peer.role).prefills)
-            and (not decode or Role(peer.role).decodes)
-            and (not ready or peer.state == State.READY)
+            if (not prefill or peer.role.prefills)
+            and (not decode or peer.role.decodes)
+            and (not ready or peer.state is State.READY)
         ]
 
     def next_deadline(self) -> float | None:
@@ -80,9 +80,6 @@ class Membership:
             return []
         if isinstance(message, Bye):
             return [self._drop(known, "left")] if known is not None else []
-        if message.role not in (*Role,) or message.state not in (*State,):
-            self.rejected += 1
-            return []
         if known is None and len(self._peers) >= self._max_peers:
             self.rejected += 1
             return []
@@ -94,7 +91,7 @@ class Membership:
         self._deadlines.set(message.engine, now + self._dead_after_s)
         if known is None:
             changes.append(PeerJoined(message))
-        elif (known.state, known.address) != (message.state, message.address):
+        elif replace(known, number=message.number) != message:
             changes.append(PeerChanged(message))
         return changes
 
@@ -110,7 +107,7 @@ class Membership:
     def _drop(self, peer: Heartbeat, reason: str) -> PeerLeft:
         del self._peers[peer.engine]
         self._deadlines.drop(peer.engine)
-        return PeerLeft(peer.engine, peer.incarnation, Role(peer.role), reason)
+        return PeerLeft(peer.engine, peer.incarnation, peer.role, reason)
 
 
 def differences(ours: Heartbeat, theirs: Heartbeat) -> list[str]:

@@ -223,8 +223,8 @@ class Heartbeat(Message):
     engine: str
     incarnation: int
     number: int
-    role: str
-    state: str
+    role: Role
+    state: State
     tp_size: int
     model: str = ""
     address: str = ""
@@ -329,7 +329,19 @@ def _bad(name: str, value: object, wanted: str) -> MessageError:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
         raise _bad(name, value, f"text of at most {MAX_TEXT_CHARS} characters")
-    return str(value)  # a StrEnum member becomes plain text
+    return value
+
+
+def _role(name: str, value: object) -> Role:
+    if value not in (*Role,):
+        raise _bad(name, value, f"one of {', '.join(Role)}")
+    return Role(cast(str, value))
+
+
+def _state(name: str, value: object) -> State:
+    if value not in (*State,):
+        raise _bad(name, value, f"one of {', '.join(State)}")
+    return State(cast(str, value))
 
 
 def _integer(name: str, value: object) -> int:
@@ -399,6 +411,8 @@ _CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     float: _number,
     bool: _flag,
     bytes: _binary,
+    Role: _role,
+    State: _state,
     BlockRuns: _runs,
     Pairs: _pairs,
 }

@@ -13,9 +13,14 @@ _ROOT = "kvbus.v1"
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
+def is_token(value: str) -> bool:
+    """Whether ``value`` can be one token of a subject."""
+    return _TOKEN.fullmatch(value) is not None
+
+
 def check_token(key: str, value: object) -> str:
     """Return ``value`` if it can be one token of a subject; raise :class:`ConfigError` naming ``key`` otherwise."""
-    if not isinstance(value, str) or not _TOKEN.fullmatch(value):
+    if not isinstance(value, str) or not is_token(value):
         raise ConfigError(key, value, "1 to 128 of the characters A-Z a-z 0-9 _ -")
     return value
 

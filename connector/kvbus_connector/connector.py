@@ -1,0 +1,178 @@
+"""The connector that vLLM instantiates: checks at start, then forwards each hook to one of the two halves."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBaseConnector
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.request import RequestStatus
+
+from kvbus.bus import NatsBus
+from kvbus.config import Config
+from kvbus.subjects import check_token
+
+from . import nixl_plane
+from .compat import check_version, check_vllm_config
+from .identity import heartbeat_of
+from .scheduler import SchedulerHalf
+from .step import StepPlan
+from .worker import WorkerHalf
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class KVBusMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """A :class:`StepPlan` in the form that vLLM ships."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Push-based KV transfer, coordinated over NATS.
+
+    Raises:
+        ConfigError: a bad value in ``kv_connector_extra_config``, or a vLLM setting that is not supported.
+        VllmMismatchError: the installed vLLM is not one that this connector works with.
+    """
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_version(vllm.__version__)
+        nixl_plane.check()
+        check_vllm_config(vllm_config)
+        transfer = vllm_config.kv_transfer_config
+        config = Config.from_mapping(transfer.kv_connector_extra_config)
+        engine = check_token("engine_id", transfer.engine_id)
+        own = heartbeat_of(vllm_config, vllm.__version__)
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            rules = nixl_plane.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
+            bus = NatsBus(config.servers, f"kvbus-{engine}-scheduler")
+            self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid())
+        else:
+            self._worker = WorkerHalf(
+                config,
+                own,
+                lambda: nixl_plane.NixlPlane(vllm_config, engine, kv_cache_config),
+                lambda name: NatsBus(config.servers, name),
+            )
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        layout: str | None = NixlBaseConnector.get_required_kvcache_layout(vllm_config)
+        return layout
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return True
+
+    # Scheduler process
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduling.bind_block_pool(kv_cache_manager.block_pool)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        self._scheduling.set_metadata({tp: msgspec.msgpack.encode(ours) for (_, tp), ours in metadata.items()})
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return groups
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._scheduling.tokens_from_outside(request, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduling.allocated(request, blocks.get_unhashed_block_ids_all_groups(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVBusMetadata:
+        return KVBusMetadata(self._scheduling.plan_step(scheduler_output.num_scheduled_tokens))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self._scheduling.step_done(tuple(connector_output.finished_recving or ()))
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._scheduling.finished(request, block_ids, prefilled=request.status in _PREFILLED)
+
+    # Worker process
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        self._working.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        plane = self._working.plane
+        return plane.handshake_metadata if isinstance(plane, nixl_plane.NixlPlane) else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if isinstance(self._connector_metadata, KVBusMetadata):
+            self._working.begin_step(self._connector_metadata.plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        report = self._working.results()
+        return KVConnectorTransferResults(
+            finished_sending=set(report.released),
+            finished_recving={arrived.request_id for arrived in report.arrived},
+            failed_recving={arrived.request_id for arrived in report.arrived if not arrived.ok},
+        )
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """KV comes for whole prompts, before they are scheduled: no layer has to wait."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """KV leaves when the prefill is complete: no layer is saved by itself."""
+
+    def wait_for_save(self) -> None:
+        """Blocks are kept until their WRITE has ended: nothing to wait for."""
+
+    # Both
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+    @property
+    def _scheduling(self) -> SchedulerHalf:
+        assert self._scheduler is not None, "a hook of the scheduler process was called in a worker"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerHalf:
+        assert self._worker is not None, "a hook of a worker was called in the scheduler process"
+        return self._worker

@@ -1,0 +1,108 @@
+"""Who this engine is on the bus, and which request of another engine a request belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from kvbus.messages import Heartbeat, Pairs, Role, State
+
+_ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
+# vLLM's request ids: an index for each of ``n`` samples in front, an index for each prompt of a completions request
+# behind the API's id, and last eight random hex digits that differ between engines.
+_SAMPLE = re.compile(r"(\d+)_(.+)", re.DOTALL)
+_RANDOM = re.compile(r"(.+)-[0-9a-f]{8}", re.DOTALL)
+_PROMPT = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferName:
+    """What both engines call one request.
+
+    ``base`` is common to all requests that one API call became; ``transfer_id`` tells them apart.
+    """
+
+    base: str
+    transfer_id: str
+
+
+def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
+    """Name a request by its ``kv_transfer_params["transfer_id"]``; without one, by its id less what is per engine."""
+    sample, prompt, base = "0", "0", request_id
+    if match := _RANDOM.fullmatch(base):
+        base = match[1]
+    if match := _SAMPLE.fullmatch(base):
+        sample, base = match[1], match[2]
+    if match := _PROMPT.fullmatch(base):
+        base, prompt = match[1], match[2]
+    given = params.get("transfer_id")
+    if isinstance(given, str) and given:
+        base = given
+    return TransferName(base, base if sample == prompt == "0" else f"{base}#{sample}.{prompt}")
+
+
+def role_of(kv_role: str) -> Role:
+    return _ROLES[kv_role]
+
+
+def compat_of(vllm_config: Any, vllm_version: str) -> Pairs:
+    """What must be equal in engines that exchange KV; shown by name where it is not."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    served = model.served_model_name
+    shape = model.hf_config.to_dict()
+    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
+        shape.pop(key, None)
+    architecture = hashlib.sha256(json.dumps(shape, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return (
+        ("model", str(served[0] if isinstance(served, list) else served)[:256]),
+        ("architecture", f"{'/'.join(shape.get('architectures') or ['?'])}:{architecture}"),
+        ("dtype", str(model.dtype)),
+        ("kv_cache_dtype", str(cache.cache_dtype)),
+        ("block_size", str(cache.block_size)),
+        ("vllm", vllm_version),
+    )
+
+
+def heartbeat_of(vllm_config: Any, vllm_version: str) -> Heartbeat:
+    """The first heartbeat of this engine; the later ones differ in what changes.
+
+    The incarnation is vLLM's ``instance_id``, the ns at which the configuration was made: all processes of one engine
+    share it, and a restarted one has a larger one.
+    """
+    transfer = vllm_config.kv_transfer_config
+    compat = compat_of(vllm_config, vllm_version)
+    return Heartbeat(
+        engine=transfer.engine_id,
+        incarnation=int(vllm_config.instance_id),
+        number=0,
+        role=role_of(transfer.kv_role),
+        state=State.STARTING,
+        tp_size=vllm_config.parallel_config.tensor_parallel_size,
+        model=dict(compat)["model"],
+        compat=compat,
+    )
+
+
+def listening_address(pid: int, local_host: str) -> str:
+    """``host:port`` of the HTTP server among the ancestors of the process ``pid``; empty while nobody listens.
+
+    vLLM does not tell its scheduler which port the API server has, but that server is the scheduler's parent, and it
+    listens only when it is ready. A wildcard address becomes ``local_host``.
+    """
+    try:
+        for process in psutil.Process(pid).parents():
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                    host = str(connection.laddr.ip)
+                    wildcard = host in ("0.0.0.0", "::")
+                    host = local_host if wildcard else host
+                    return f"[{host}]:{connection.laddr.port}" if ":" in host else f"{host}:{connection.laddr.port}"
+    except psutil.Error:
+        return ""
+    return ""

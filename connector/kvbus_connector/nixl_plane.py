@@ -1,0 +1,277 @@
+"""The data plane: vLLM's own NIXL worker code behind kvbus's port ``Transport``.
+
+Registering caches, descriptor lists, heterogeneous TP, MLA and hybrid groups are vLLM's; this module is the only one
+that touches them, and names every internal it uses in :data:`INTERNALS`. Left out is all of upstream's coordination:
+its side channel, its notifications' meaning, its leases, its threads.
+
+The one rule: everything here, the constructor too, runs on the writer thread. NIXL's agent has no lock and no progress
+thread, which would spin at 100 % of a core in each worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+    NixlAgentMetadata,
+    NixlHandshakePayload,
+    RemoteMeta,
+    ReqMeta,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+
+from kvbus import blocks
+from kvbus.errors import PeerRefusedError, TransferRefusedError
+from kvbus.matching import WriteEnded, WriteJob
+
+from .compat import check_internals
+
+logger = logging.getLogger(__name__)
+
+INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
+    "NixlBaseConnectorWorker": (
+        NixlBaseConnectorWorker,
+        (
+            "register_kv_caches",
+            "add_remote_agent",
+            "_cleanup_remote_engine",
+            "_logical_to_kernel_block_ids",
+            "shutdown",
+        ),
+    ),
+    "NixlPushConnectorWorker": (NixlPushConnectorWorker, ("_xfer_blocks_for_req", "_xfer_blocks")),
+    "NixlBaseConnectorScheduler": (
+        NixlBaseConnectorScheduler,
+        ("get_exchange_clipped_blocks", "_get_remote_prefill_token_count", "_truncate_request_for_prefill"),
+    ),
+}
+
+
+def check() -> None:
+    """Raise VllmMismatchError if the installed vLLM lacks what this module uses."""
+    check_internals(vllm.__version__, INTERNALS)
+
+
+class UpstreamBlockRules:
+    """What vLLM's NIXL connector knows of a model's blocks: see ``scheduler.BlockRules``."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        self._upstream = NixlBaseConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+
+    def clip(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        clipped: Sequence[Sequence[int]] = self._upstream.get_exchange_clipped_blocks(block_ids)
+        return clipped
+
+    def external_tokens(self, prompt_tokens: int) -> int:
+        return int(self._upstream._get_remote_prefill_token_count(prompt_tokens))
+
+    def truncate(self, request: Any) -> None:
+        self._upstream._truncate_request_for_prefill(request)
+
+
+@dataclass(slots=True)
+class _Write:
+    job: WriteJob
+    handles: list[Any]
+    failure: str = ""
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class _Posting:
+    """Handles posted so far for the job being posted: upstream forgets them if a later rank's raises."""
+
+    handles: list[Any] = field(default_factory=list)
+
+
+class _UpstreamWorker(NixlPushConnectorWorker):  # type: ignore[misc]
+    """Upstream's worker without its writer thread, remembering each handle that it posts."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        self.posting = _Posting()
+        with _quiet_agent(vllm_config):
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        NixlBaseConnectorWorker.register_kv_caches(self, kv_caches)
+
+    def _xfer_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super()._xfer_blocks(*args, **kwargs)
+        if handle is not None:
+            self.posting.handles.append(handle)
+        return handle
+
+
+@contextlib.contextmanager
+def _quiet_agent(vllm_config: Any) -> Iterator[None]:
+    """Let upstream's constructor make an agent without a progress thread and without worker threads."""
+    make_config = base_worker.nixl_agent_config
+    backends = list(vllm_config.kv_transfer_config.kv_connector_extra_config.get("backends", ["UCX"]))
+
+    def quiet(**_: Any) -> Any:
+        return make_config(enable_prog_thread=False, backends=backends, capture_telemetry=True)
+
+    base_worker.nixl_agent_config = quiet
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = make_config
+
+
+class NixlPlane:
+    """See the module's docstring, and ``kvbus.transport.Transport``."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        check()
+        # On CPU upstream binds the calling thread to a core that it keeps for transfers: this one, as it should be.
+        self._upstream = _UpstreamWorker(vllm_config, engine_id, kv_cache_config)
+        self.rank: int = self._upstream.tp_rank
+        self.ranks: int = self._upstream.world_size
+        self._writes: list[_Write] = []
+
+    @property
+    def handshake_metadata(self) -> Any:
+        """What other engines need to write here; None before :meth:`register`."""
+        return self._upstream.xfer_handshake_metadata
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        self._upstream.register_kv_caches(kv_caches)
+
+    def peer_ranks(self, tp_size: int) -> Sequence[int]:
+        topology = self._upstream.transfer_topo
+        return [int(rank) for rank in topology.handshake_target_ranks(tp_size, 1)]
+
+    def add_peer(self, engine: str, tp_size: int, metadata: Mapping[int, bytes]) -> int:
+        agents: dict[tuple[int, int], str] = {}
+        num_blocks = 0
+        try:
+            for rank, payload in metadata.items():
+                theirs = _decode_metadata(payload)
+                self._check_fit(engine, theirs)
+                agents[0, rank] = self._upstream.add_remote_agent(theirs, rank, tp_size, theirs.dcp_size)
+                num_blocks = theirs.num_blocks // theirs.physical_blocks_per_logical_kv_block
+                self._connect(agents[0, rank])
+            self._upstream._remote_agents[engine] = agents
+        except PeerRefusedError:
+            self._forget(engine, agents)
+            raise
+        except Exception as error:
+            self._forget(engine, agents)
+            raise PeerRefusedError(engine, f"{type(error).__name__}: {error}") from error
+        return num_blocks
+
+    def drop_peer(self, engine: str) -> None:
+        if engine in self._upstream._remote_agents:
+            self._upstream._cleanup_remote_engine(engine, log_eviction=False)
+
+    def post(self, job: WriteJob, notification: str) -> None:
+        upstream = self._upstream
+        key = f"{job.transfer_id}/{job.attempt}"
+        source = blocks.from_runs(job.source_blocks)
+        physical = upstream._logical_to_kernel_block_ids(source, upstream._physical_blocks_per_logical_kv_block)
+        remote = RemoteMeta(
+            block_ids=blocks.from_runs(job.sink_blocks),
+            host="",
+            port=0,
+            engine_id=job.sink_engine,
+            request_id=notification,
+        )
+        meta = ReqMeta(local_block_ids=source, local_physical_block_ids=physical, tp_size=1, remote=remote)
+        upstream.posting = _Posting()
+        failure = ""
+        try:
+            upstream._xfer_blocks_for_req(key, meta)
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = f"{type(error).__name__}: {error}"
+        handles = upstream.posting.handles
+        upstream._sending_transfers.pop(key, None)
+        if key in upstream._send_failures:
+            upstream._send_failures.discard(key)
+            failure = failure or "NIXL refused a WRITE"
+        if not handles:
+            raise TransferRefusedError(failure or "no blocks to write")
+        self._writes.append(_Write(job, handles, failure))
+
+    def poll(self) -> list[WriteEnded]:
+        ended: list[WriteEnded] = []
+        for write in list(self._writes):
+            write.handles = [handle for handle in write.handles if not self._has_ended(write, handle)]
+            if not write.handles:
+                self._writes.remove(write)
+                job = write.job
+                ended.append(WriteEnded(job.transfer_id, job.attempt, write.nbytes, write.failure[:256]))
+        return ended
+
+    def notifications(self) -> list[str]:
+        found: list[str] = []
+        for notifications in self._upstream.nixl_wrapper.get_new_notifs().values():
+            # Upstream appends its own world size to what it is told to send.
+            found += [raw.decode("utf-8", "replace").rpartition(":")[0] for raw in notifications]
+        return found
+
+    def close(self) -> None:
+        for write in self._writes:
+            for handle in write.handles:
+                self._release(write, handle)
+        self._upstream.shutdown()
+
+    def _has_ended(self, write: _Write, handle: Any) -> bool:
+        nixl = self._upstream.nixl_wrapper
+        try:
+            state = nixl.check_xfer_state(handle)
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no common base
+            state, write.failure = "ERR", f"{type(error).__name__}: {error}"
+        if state == "PROC":
+            return False
+        if state == "DONE":
+            write.nbytes += int(nixl.get_xfer_telemetry(handle).totalBytes)
+        else:
+            write.failure = write.failure or f"NIXL reports {state}"
+        return self._release(write, handle)
+
+    def _release(self, write: _Write, handle: Any) -> bool:
+        """Whether NIXL has let go of the handle; if not, the WRITE may still be running and is asked about again."""
+        try:
+            self._upstream.nixl_wrapper.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("kvbus: NIXL keeps the WRITE of %s: %s", write.job.transfer_id, error)
+            return False
+        return True
+
+    def _check_fit(self, engine: str, theirs: NixlAgentMetadata) -> None:
+        mine = self._upstream.xfer_handshake_metadata
+        ours = _decode_metadata(msgspec.msgpack.encode(mine))
+        if theirs.engine_id != engine:
+            raise PeerRefusedError(engine, f"the metadata is of engine {theirs.engine_id}")
+        for name in ("block_size", "physical_blocks_per_logical_kv_block", "kv_cache_layout", "attn_backend_name"):
+            if getattr(ours, name) != getattr(theirs, name):
+                raise PeerRefusedError(engine, f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there")
+
+    def _connect(self, agent: str) -> None:
+        """Make contact now rather than at the first WRITE; not all backends need or know it."""
+        try:
+            self._upstream.nixl_wrapper.make_connection(agent)
+        except Exception as error:  # noqa: BLE001 - as above; the first WRITE will tell
+            logger.debug("kvbus: no connection ahead of time to %s: %s", agent, error)
+
+    def _forget(self, engine: str, agents: Mapping[tuple[int, int], str]) -> None:
+        self._upstream._remote_agents[engine] = dict(agents)
+        try:
+            self._upstream._cleanup_remote_engine(engine, log_eviction=False)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("kvbus: peer engine %s is not wholly forgotten: %s", engine, error)
+
+
+def _decode_metadata(payload: bytes) -> Any:
+    handshake = msgspec.msgpack.decode(payload, type=NixlHandshakePayload)
+    return msgspec.msgpack.decode(handshake.agent_metadata_bytes, type=NixlAgentMetadata)

@@ -1,0 +1,3 @@
+from kvbus.cli import app
+
+app()

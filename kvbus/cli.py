@@ -1,0 +1,156 @@
+"""The command ``kvbus``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvbus import __version__
+from kvbus.config import Config
+from kvbus.errors import KVBusError
+
+app = typer.Typer(
+    help="kvbus: push-based KV-cache transfer between vLLM's prefill and decode engines, coordinated over NATS.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
+Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
+Port = Annotated[int, typer.Option(help="The router's port.", min=1, max=65535)]
+ModelDir = Annotated[Path | None, typer.Option("--model", help="A model's folder. Default: SmolLM2-135M-Instruct.")]
+
+err = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    err.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """One clear message instead of a traceback; Ctrl-C and SIGTERM end cleanly."""
+
+    def on_term(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield
+    except KVBusError as error:
+        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        say("stopped")
+        raise typer.Exit(130) from None
+
+
+def _log(level: int) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
+
+
+def _run_folder() -> Path:
+    from kvbus.local.model import cache_dir
+
+    return cache_dir() / "runs" / time.strftime("%Y%m%d-%H%M%S")
+
+
+def _model(folder: Path | None) -> Path:
+    from kvbus.local.model import check_model_dir, smollm2
+
+    return check_model_dir(folder) if folder is not None else smollm2(say)
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        typer.echo(f"kvbus {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def router(
+    nats_url: NatsUrl,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Port = 8000,
+    namespace: Namespace = "default",
+) -> None:
+    """Run the router alone: an OpenAI API in front of the engines that it finds on the bus.
+
+    Example: [bold]kvbus router --nats-url nats://127.0.0.1:4222 --port 8000[/bold]
+    """
+    from kvbus.router.app import run_router
+
+    _log(logging.INFO)
+    with clear_errors():
+        config = Config(nats_url=nats_url, namespace=namespace)
+        asyncio.run(run_router(config, host, port))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def up(
+    context: typer.Context,
+    prefill: Annotated[int, typer.Option(help="How many prefill engines.", min=1)] = 1,
+    decode: Annotated[int, typer.Option(help="How many decode engines.", min=1)] = 1,
+    model: ModelDir = None,
+    nats_url: Annotated[str | None, typer.Option(help="Use this NATS server instead of starting one.")] = None,
+    port: Port = 8000,
+) -> None:
+    """Keep a local cluster running until Ctrl-C: NATS, engines, router. Arguments after [bold]--[/bold] go to vLLM.
+
+    Examples:
+
+    [bold]kvbus up[/bold]
+
+    [bold]kvbus up --prefill 2 --model ./my-model --port 9000 -- --max-model-len 4096[/bold]
+    """
+    from kvbus.local.cluster import Cluster
+
+    with clear_errors():
+        cluster = Cluster(
+            _model(model),
+            _run_folder(),
+            prefill=prefill,
+            decode=decode,
+            nats_url=nats_url,
+            port=port,
+            arguments=context.args,
+            say=say,
+        )
+        with cluster:
+            say(f"ready: [bold]{cluster.url}/v1[/bold], model [bold]{cluster.served_name}[/bold]; Ctrl-C ends it")
+            example = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20}'
+            say(f"try: curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{example}'")
+            while True:
+                cluster.check()
+                time.sleep(0.5)
+
+
+@app.command()
+def demo(model: ModelDir = None) -> None:
+    """Run the main job once: one prefill and one decode engine, three chat questions, figures for each."""
+    from kvbus.local.cluster import Cluster
+    from kvbus.local.demo import run_demo
+
+    with clear_errors():
+        started = time.monotonic()
+        cluster = Cluster(_model(model), _run_folder(), arguments=["--max-model-len", "2048"], say=say)
+        with cluster:
+            say(f"ready after {time.monotonic() - started:.0f} s")
+            asyncio.run(run_demo(cluster, Console()))
+        say("done; nothing is left running")
+
+
+if __name__ == "__main__":
+    app()

