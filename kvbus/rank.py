@@ -71,7 +71,7 @@ class Abandon:
 
 @dataclass(frozen=True, slots=True)
 class Greet:
-    """A prefill engine has appeared and may make contact."""
+    """A prefill engine has asked for this rank's metadata and is about to make contact."""
 
 
 Item = Event | AddPeer | Expect | Abandon | Greet | TransferStarted | TransferDone | TransferFailed

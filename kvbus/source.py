@@ -52,6 +52,7 @@ class RankNode:
         self,
         node: Node,
         own: Heartbeat,
+        rank: int,
         submit: Callable[[Item], None],
         peer_ranks: Callable[[int], Sequence[int]],
     ) -> None:
@@ -65,6 +66,8 @@ class RankNode:
             node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
             node.listen(subjects.prefill(me), (PrefillProgress, PrefillCompleted, PrefillFailed), submit)
         if own.role is not Role.PREFILL:
+            # Whoever asks for this rank's metadata is about to make contact.
+            node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()))
             node.listen(subjects.transfers(me), (TransferStarted, TransferDone, TransferFailed), submit)
         node.watch_peers(self._on_peer)
 
@@ -90,8 +93,6 @@ class RankNode:
             case PeerJoined(heartbeat):
                 if heartbeat.role.decodes and self._own.role.prefills:
                     self._meet(heartbeat)
-                if heartbeat.role.prefills and self._own.role.decodes:
-                    self._submit(Greet())
             case PeerLeft(engine, incarnation, role, _) if role.decodes and self._own.role.prefills:
                 self._submit(SinkLeft(engine, incarnation))
             case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_like_vllm()
         check_version(vllm.__version__)
         nixl_plane.check()
         check_vllm_config(vllm_config)
@@ -176,3 +178,13 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _working(self) -> WorkerHalf:
         assert self._worker is not None, "a hook of a worker was called in the scheduler process"
         return self._worker
+
+
+def _log_like_vllm() -> None:
+    """Let kvbus's log lines appear where and how vLLM's do, unless somebody has configured them."""
+    theirs = logging.getLogger("vllm")
+    for name in ("kvbus", "kvbus_connector"):
+        ours = logging.getLogger(name)
+        if not ours.handlers and theirs.handlers:
+            ours.handlers, ours.propagate = list(theirs.handlers), False
+            ours.setLevel(theirs.getEffectiveLevel())

@@ -82,7 +82,7 @@ class WorkerHalf:
             name=name,
             membership=Membership(dead_after_s=self._config.dead_after_s),
         )
-        ears = RankNode(node, own, self._submit_from_bus, plane.peer_ranks)
+        ears = RankNode(node, own, plane.rank, self._submit_from_bus, plane.peer_ranks)
         matcher = Matcher(
             engine=own.engine,
             incarnation=own.incarnation,

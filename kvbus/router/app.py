@@ -34,20 +34,9 @@ CONNECT_TIMEOUT_S = 5.0
 TRANSFER_HEADER = "X-KVBus-Transfer-Id"
 PREFILL_HEADER = "X-KVBus-Prefill"
 DECODE_HEADER = "X-KVBus-Decode"
-_NOT_FORWARDED = frozenset(
-    [
-        "host",
-        "connection",
-        "keep-alive",
-        "transfer-encoding",
-        "te",
-        "trailer",
-        "upgrade",
-        "content-length",
-        "accept-encoding",
-    ]
-)
-_NOT_RETURNED = frozenset(["connection", "keep-alive", "transfer-encoding", "content-length", "date", "server"])
+_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"})
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding"}
+_NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}
 
 
 class PrefillRefusedError(Exception):
