@@ -1,0 +1,45 @@
+"""Real engines, booted once for all tests: a reference without a connector, and a cluster behind the router."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
+from kvbus.local.model import cache_dir, tiny
+
+ARGUMENTS = ("--max-model-len", "4096", "--block-size", "32", "--max-num-batched-tokens", "256", "--seed", "1")
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    return tiny(cache_dir() / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("logs")
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, logs: Path) -> Iterator[str]:
+    """The URL of one engine by itself."""
+    engine = Engine(EngineSpec("reference", model, "tiny-qwen3", arguments=ARGUMENTS), logs)
+    try:
+        wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
+        yield engine.url
+    finally:
+        engine.child.stop()
+
+
+@pytest.fixture(scope="session")
+def cluster(model: Path, logs: Path) -> Iterator[Cluster]:
+    """One prefill and one decode engine behind the router."""
+    with Cluster(model, logs, arguments=ARGUMENTS, say=say) as running:
+        yield running
