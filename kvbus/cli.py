@@ -63,7 +63,9 @@ def _log(level: int) -> None:
 def _run_folder() -> Path:
     from kvbus.local.model import cache_dir
 
-    return cache_dir() / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    folder = cache_dir() / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _model(folder: Path | None) -> Path:
@@ -150,6 +152,46 @@ def demo(model: ModelDir = None) -> None:
             say(f"ready after {time.monotonic() - started:.0f} s")
             asyncio.run(run_demo(cluster, Console()))
         say("done; nothing is left running")
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long.", min=0.05)] = 1.0,
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 5.0,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    runs: Annotated[int, typer.Option(help="How many runs, each with engines booted anew.", min=1)] = 1,
+    pin: Annotated[bool, typer.Option(help="Bind each engine to a core of its own.")] = False,
+    seed: Annotated[int, typer.Option(help="Of prompts and arrival times.")] = 1,
+    model: ModelDir = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object for each run.")] = False,
+) -> None:
+    """Load a local cluster of real engines and compare every answer with a single engine's. Default: a tiny model.
+
+    Example: [bold]kvbus soak --minutes 10 --rate 5[/bold]
+    """
+    from kvbus.local.model import cache_dir, tiny
+    from kvbus.local.soak import Soak, as_json, run_soak
+
+    with clear_errors():
+        folder = model if model is not None else tiny(cache_dir() / "tiny-qwen3")
+        bad = False
+        for run in range(runs):
+            plan = Soak(minutes, rate, prompt_tokens, max_tokens, pin, seed)
+            outcome = asyncio.run(run_soak(folder, _run_folder(), plan, say))
+            bad = bad or outcome.stalled or bool(outcome.figures.failed or outcome.figures.wrong)
+            if json_output:
+                typer.echo(as_json(outcome))
+            else:
+                got = outcome.figures
+                typer.echo(
+                    f"run {run + 1}/{runs}: {got.requests} requests, {got.failed} failed, {got.wrong} wrong, "
+                    f"{'STALLED' if outcome.stalled else 'no stall'}; TTFT p50 {got.ttft_p50:.0f} ms, p90 "
+                    f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; memory "
+                    f"{outcome.rss_quarter_mib:.0f} -> {outcome.rss_end_mib:.0f} MiB; idle CPU "
+                    f"{outcome.idle_cpu_percent:.1f} % of a core; free blocks {outcome.free_blocks}"
+                )
+        raise typer.Exit(int(bad))
 
 
 if __name__ == "__main__":

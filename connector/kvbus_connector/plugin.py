@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
+import signal
+import threading
+
 CONNECTOR_NAME = "KVBusConnector"
 
 
 def register() -> None:
-    """Register the connector; vLLM calls this several times per process."""
+    """Register the connector; vLLM calls this several times per process.
+
+    With ``KVBUS_DUMP_ON_SIGUSR1=1`` it also lets SIGUSR1 write the stacks of all threads to stderr.
+    """
+    if os.environ.get("KVBUS_DUMP_ON_SIGUSR1") == "1" and threading.current_thread() is threading.main_thread():
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

@@ -29,7 +29,7 @@ CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "UCX_TLS": "tcp,self,sm",
 }
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+ENVIRONMENT = {"KVBUS_DUMP_ON_SIGUSR1": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 CPU_ARGUMENTS = ("--enforce-eager", "--dtype", "bfloat16")
 
 Say = Callable[[str], None]

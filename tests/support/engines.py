@@ -62,9 +62,7 @@ class PromptTokens:
     external: int
 
     def __sub__(self, other: PromptTokens) -> PromptTokens:
-        return PromptTokens(
-            self.computed - other.computed, self.cached - other.cached, self.external - other.external
-        )
+        return PromptTokens(self.computed - other.computed, self.cached - other.cached, self.external - other.external)
 
 
 async def metrics(url: str) -> str:
