@@ -22,6 +22,12 @@ class BoundedDict(dict[K, V], Generic[K, V]):
             del self[next(iter(self))]
         super().__setitem__(key, value)
 
+    def setdefault(self, key: K, default: V) -> V:
+        """As of dict, whose own would pass by the cap."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
 
 class Deadlines(Generic[K]):
     """Keys with a deadline each, in seconds of whatever clock the caller uses. Setting a key again moves it."""

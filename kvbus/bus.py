@@ -119,6 +119,7 @@ class NatsBus:
         self._max_payload = DEFAULT_MAX_PAYLOAD_BYTES
         self._local_host = ""
         self._client: Client | None = None
+        self._why = ""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
@@ -206,12 +207,10 @@ class NatsBus:
                 self._counters.add("connect_failed")
                 if not complained:
                     complained = True
-                    why = error.__cause__ or error
                     logger.warning(
-                        "kvbus: no NATS server at %s (%s: %s); trying again until there is one",
+                        "kvbus: no NATS server at %s (%s); trying again until there is one",
                         ", ".join(self._servers),
-                        type(why).__name__,
-                        why or "no answer",
+                        self._why or error or type(error).__name__,
                     )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
@@ -232,10 +231,13 @@ class NatsBus:
             lost.set()
 
         async def on_error(error: Exception) -> None:
-            self._counters.add("nats_errors")
-            logger.warning("kvbus: NATS says: %s", error or type(error).__name__)
+            self._why = f"{error}" or type(error).__name__
+            if self._client is client:
+                self._counters.add("nats_errors")
+                logger.warning("kvbus: NATS says: %s", self._why)
 
         client = Client()
+        self._why = ""
         try:
             # nats-py's own timeout does not cover a server that accepts and then stays silent.
             async with asyncio.timeout(2 * CONNECT_TIMEOUT_S):
@@ -244,6 +246,8 @@ class NatsBus:
                     name=self._name,
                     allow_reconnect=False,
                     connect_timeout=int(CONNECT_TIMEOUT_S),
+                    max_reconnect_attempts=1,  # even so it means tries of each server within connect()
+                    reconnect_time_wait=0,
                     ping_interval=3600,
                     disconnected_cb=on_loss,
                     closed_cb=on_loss,

@@ -59,7 +59,7 @@ class Config:
                 "dead_after_s", self.dead_after_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"
             )
         if not self.backends or not all(isinstance(backend, str) and backend for backend in self.backends):
-            raise ConfigError("backends", self.backends, 'a list of NIXL backend names, such as ["UCX"]')
+            raise ConfigError("backends", list(self.backends), 'a list of NIXL backend names, such as ["UCX"]')
 
     @property
     def servers(self) -> list[str]:

@@ -234,8 +234,14 @@ class Node:
             return
         self._number += 1
         heartbeat = self._heartbeat(self._number)
-        if heartbeat is not None:
-            self.publish(self.subjects.heartbeats(heartbeat.role, heartbeat.engine), heartbeat)
+        if heartbeat is None:
+            return
+        subject = self.subjects.heartbeats(heartbeat.role, heartbeat.engine)
+        try:
+            self.publish(subject, heartbeat)
+        except PayloadTooLargeError as error:
+            if self._once.due(subject):
+                logger.error("%s: this engine cannot be seen", error)
 
     def _say_goodbye(self) -> None:
         heartbeat = self._heartbeat(self._number + 1) if self._heartbeat is not None else None

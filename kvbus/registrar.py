@@ -182,15 +182,13 @@ class Registrar:
         effects: list[Effect] = []
         for request_id in self._timers.pop_due(now):
             receive = self._receives[request_id]
-            limit = min(receive.patience_until, receive.give_up_at)
-            if receive.phase is Phase.CANCELLING:
-                effects += self._abandon(receive, f"{receive.reason}; cancel not acknowledged") if now >= limit else []
-            elif now >= limit:
+            if now < min(receive.patience_until, receive.give_up_at):
+                effects += [self._publish(receive, now)] if receive.phase is not Phase.HELD else []
+                self._arm(receive)
+            elif receive.phase is Phase.CANCELLING:
+                effects += self._abandon(receive, f"{receive.reason}; cancel not acknowledged")
+            else:
                 effects += self._cancel(receive, self._why_late(receive), now)
-                continue
-            if request_id in self._receives and receive.phase is not Phase.HELD and now >= receive.resend_at:
-                effects.append(self._publish(receive, now))
-            self._arm(receive)
         return effects
 
     def _register(self, event: Register, now: float) -> list[Effect]:
@@ -237,6 +235,8 @@ class Registrar:
                 pass
         if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:
             receive.phase = Phase.HELD
+        if receive.registration.request_id not in self._receives:
+            return effects
         if receive.phase is Phase.CANCELLING and len(receive.ended) == receive.ranks:
             return [*effects, *self._abandon(receive, receive.reason)]
         self._arm(receive)

@@ -68,7 +68,7 @@ class SchedulerHalf:
     def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int) -> None:
         self._config, self._own, self._rules, self._pid = config, own, rules, pid
         self._recorder = Recorder(f"kvbus-{own.role.value}", {"kvbus.engine": own.engine})
-        self._node = Node(
+        self.node = Node(
             bus,
             Subjects(config.namespace),
             name=f"kvbus-{own.engine[:8]}-scheduler",
@@ -85,11 +85,11 @@ class SchedulerHalf:
         self._once = OncePer()
         self._closed = threading.Event()
         self._sink = SinkScheduler(
-            self._node, Registrar(transfer_timeout_s=config.transfer_timeout_s), own.engine, own, self._recorder
+            self.node, Registrar(transfer_timeout_s=config.transfer_timeout_s), own.engine, own, self._recorder
         )
-        serve_metadata(self._node, own.engine, own.incarnation, self._payloads)
-        self._node.present(self._heartbeat)
-        self._node.start()
+        serve_metadata(self.node, own.engine, own.incarnation, self._payloads)
+        self.node.present(self._heartbeat)
+        self.node.start()
         if not self._address:
             threading.Thread(target=self._find_address, name="kvbus-address", daemon=True).start()
 
@@ -104,7 +104,7 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._closed.set()
-        self._node.close()
+        self.node.close()
         self._recorder.close()
 
     # Decode
@@ -231,7 +231,7 @@ class SchedulerHalf:
         if reliable and not isinstance(message, PrefillProgress):
             self._plan.prefills.append(message)
         try:
-            self._node.publish(self._node.subjects.prefill(self._own.engine), message)
+            self.node.publish(self.node.subjects.prefill(self._own.engine), message)
         except PayloadTooLargeError as error:
             logger.warning("%s; it takes the slower way, with the next step", error)
 
@@ -252,7 +252,7 @@ class SchedulerHalf:
         self._decline(request, reason)
 
     def _complain_local(self, request: Any, reason: str) -> None:
-        self._node.counters.add("computed_locally")
+        self.node.counters.add("computed_locally")
         if self._once.due(reason):
             logger.warning(
                 "kvbus: expected remote KV, computed locally: %s (request %s; the reason is logged once a minute)",
@@ -297,7 +297,7 @@ class SchedulerHalf:
 
     def _find_address(self) -> None:
         while not self._address and not self._closed.wait(ADDRESS_RETRY_S):
-            self._address = listening_address(self._pid, self._node.bus.local_host or "127.0.0.1")
+            self._address = listening_address(self._pid, self.node.bus.local_host or "127.0.0.1")
         logger.info("kvbus: this engine serves HTTP at %s", self._address)
 
 

@@ -1,0 +1,45 @@
+# Everything sets itself up: a virtual environment in .venv, and the demo model. `make help` lists the targets.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.kvbus-setup
+
+.PHONY: help setup demo test test-fast lint types format bench soak clean
+
+help:
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## make .venv with everything
+
+$(STAMP): pyproject.toml .ci/setup.sh
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" bash .ci/setup.sh
+	@touch $(STAMP)
+
+demo: setup ## one prefill and one decode engine, a real model, three questions
+	@$(BIN)/kvbus demo
+
+test: setup ## the whole test suite, real engines included
+	$(BIN)/pytest
+
+test-fast: setup ## all but the tests with real engines
+	$(BIN)/pytest -m "not e2e"
+
+lint: setup ## ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup ## mypy --strict
+	$(BIN)/mypy
+
+format: setup ## ruff format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## TTFT against vLLM's own NIXL connectors, interleaved rounds
+	$(BIN)/kvbus bench
+
+soak: setup ## ten minutes of load on real engines, every answer checked
+	$(BIN)/kvbus soak --minutes 10
+
+clean: ## remove .venv
+	rm -rf $(VENV)

@@ -1,0 +1,356 @@
+"""The connector's two halves against the bus, without vLLM: what vLLM is told, when, and how often."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from support.fake_engine import FakeEngine, Request, legs, restarted
+from support.waiting import eventually_sync
+
+from kvbus.memory_bus import MemoryBroker
+from kvbus.memory_transport import Fabric
+from kvbus.messages import Role
+
+Boot = Callable[..., FakeEngine]
+P_BLOCKS, D_BLOCKS = [1, 2, 3], [10, 11, 12]
+KV = {10: "P:1", 11: "P:2", 12: "P:3"}
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+@pytest.fixture
+def fabric() -> Fabric:
+    return Fabric()
+
+
+@pytest.fixture
+def boot(broker: MemoryBroker, fabric: Fabric) -> Iterator[Boot]:
+    running: list[FakeEngine] = []
+
+    def start(name: str, **changes: Any) -> FakeEngine:
+        role = {"P": Role.PREFILL, "Q": Role.PREFILL, "D": Role.DECODE, "E": Role.DECODE}[name]
+        running.append(FakeEngine(broker, fabric, name, role, **changes))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.close()
+
+
+@pytest.fixture
+def pair(boot: Boot) -> tuple[FakeEngine, FakeEngine]:
+    prefill, decode = boot("P"), boot("D")
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    return prefill, decode
+
+
+def test_registration_first(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    assert decode.allocate(d_leg, D_BLOCKS) == 96
+    decode.step()
+    assert prefill.prefill(p_leg, P_BLOCKS) is not None
+    eventually_sync(lambda: decode.has_received(d_leg.request_id))
+    eventually_sync(lambda: prefill.has_released(p_leg.request_id))
+    assert decode.received[d_leg.request_id] is True
+    assert decode.planes[0].content == KV
+    assert decode.allocate(d_leg, []) == 0, "vLLM asks again after the receive"
+
+
+def test_completion_first(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    prefill.prefill(p_leg, P_BLOCKS)
+    prefill.step()
+    decode.allocate(d_leg, D_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.planes[0].content == KV
+
+
+def test_the_completion_arrives_even_if_the_bus_loses_it(
+    pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker
+) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    with broker.dropping("kvbus.v1.*.prefill.*"):
+        prefill.prefill(p_leg, P_BLOCKS)
+        eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+
+
+def test_the_receive_ends_even_if_the_bus_loses_all_word_of_it(
+    pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker
+) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    with broker.dropping("kvbus.v1.*.done.*"), broker.dropping("kvbus.v1.*.ack.*"):
+        decode.allocate(d_leg, D_BLOCKS)
+        prefill.prefill(p_leg, P_BLOCKS)
+        eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.received[d_leg.request_id] is True
+
+
+def test_a_partial_hit_gets_the_last_blocks(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """K1: P has three blocks, D misses only the last two."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    assert decode.allocate(d_leg, [20, 21], cached_tokens=32) == 64
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id))
+    assert decode.planes[0].content == {20: "P:2", 21: "P:3"}
+
+
+def test_a_sequential_router_that_knows_nothing_of_kvbus(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg = Request("chatcmpl-x-aaaaaaaa", {"do_remote_decode": True})
+    params = prefill.prefill(p_leg, P_BLOCKS)
+    assert params == {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "chatcmpl-x",
+        "prefill_engine_id": "P",
+    }
+    d_leg = Request("chatcmpl-x-bbbbbbbb", params)
+    decode.allocate(d_leg, D_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+
+
+@pytest.mark.parametrize("decode_first", [True, False])
+def test_without_a_hint_the_engine_that_has_the_transfer_claims_it(boot: Boot, decode_first: bool) -> None:
+    prefill, other, decode = boot("P"), boot("Q"), boot("D")
+    eventually_sync(lambda: decode.knows(prefill) and decode.knows(other))
+    p_leg, d_leg = legs(hint=None)
+    if decode_first:
+        decode.allocate(d_leg, D_BLOCKS)
+        prefill.prefill(p_leg, P_BLOCKS)
+    else:
+        prefill.prefill(p_leg, P_BLOCKS)
+        decode.allocate(d_leg, D_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.planes[0].content == KV
+
+
+def test_samples_and_prompts_of_one_call_are_told_apart(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """A3: n=2, two prompts: four requests share one transfer id."""
+    prefill, decode = pair
+    pairs = []
+    for number, (sample, prompt) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1)]):
+        p_leg, d_leg = legs("same")
+        p_leg.request_id = f"{sample}_cmpl-same-{prompt}-aaaaaaa{number}"
+        d_leg.request_id = f"{sample}_cmpl-same-{prompt}-bbbbbbb{number}"
+        prefill.prefill(p_leg, [1 + number])
+        decode.allocate(d_leg, [10 + number])
+        pairs.append((p_leg, d_leg))
+    for p_leg, d_leg in pairs:
+        eventually_sync(
+            lambda p=p_leg, d=d_leg: decode.has_received(d.request_id) and prefill.has_released(p.request_id)
+        )
+    assert decode.planes[0].content == {10: "P:1", 11: "P:2", 12: "P:3", 13: "P:4"}
+
+
+def test_two_ranks_each_send_to_their_own(boot: Boot) -> None:
+    prefill, decode = boot("P", ranks=2), boot("D", ranks=2)
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert [plane.content for plane in decode.planes] == [KV, KV]
+
+
+@pytest.mark.parametrize(("p_ranks", "d_ranks"), [(1, 2), (2, 1)])
+def test_unequal_ranks(boot: Boot, p_ranks: int, d_ranks: int) -> None:
+    """K5: one writer for two ranks, and two writers for one."""
+    prefill, decode = boot("P", ranks=p_ranks), boot("D", ranks=d_ranks)
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert all(plane.content == KV for plane in decode.planes)
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_one_rank_cannot_write(boot: Boot, failing_rank: int) -> None:
+    """K4, K7: D is told, once, when both ranks are through."""
+    prefill, decode = boot("P", ranks=2), boot("D", ranks=2)
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    prefill.planes[failing_rank].fail_next = "post"
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.received[d_leg.request_id] is False
+
+
+def test_an_aborted_prefill_fails_the_receive(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    assert prefill.prefill(p_leg, P_BLOCKS, well=False) is None
+    eventually_sync(lambda: decode.has_received(d_leg.request_id))
+    assert decode.received[d_leg.request_id] is False
+
+
+def test_an_aborted_decode_is_reported_so_that_vllm_frees(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """A1, A7."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    assert decode.scheduler.finished(d_leg, [D_BLOCKS], prefilled=False) == (False, None)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id))
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: prefill.has_released(p_leg.request_id))
+    assert decode.planes[0].content == {}
+
+
+def test_an_abort_under_a_slow_write_waits_for_its_end(pair: tuple[FakeEngine, FakeEngine], fabric: Fabric) -> None:
+    """K3: the blocks are not given back while they may still be written."""
+    prefill, decode = pair
+    fabric.slow = True
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    plane = prefill.planes[0]
+    eventually_sync(lambda: plane._posted)
+    decode.scheduler.finished(d_leg, [D_BLOCKS], prefilled=False)
+    for _ in range(50):
+        assert not decode.has_received(d_leg.request_id)
+    fabric.slow = False
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+
+
+def test_a_decode_request_that_never_ran_frees_the_prefill(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """A2."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    prefill.prefill(p_leg, P_BLOCKS)
+    decode.scheduler.finished(d_leg, [], prefilled=False)
+    eventually_sync(lambda: prefill.has_released(p_leg.request_id))
+
+
+def test_a_fully_cached_prompt_frees_the_prefill(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    prefill.prefill(p_leg, P_BLOCKS)
+    assert decode.allocate(d_leg, [], cached_tokens=96) == 0
+    eventually_sync(lambda: prefill.has_released(p_leg.request_id))
+
+
+def test_other_requests_are_left_alone(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    _, decode = pair
+    request = Request("r", None)
+    decode.scheduler.arrived(request)
+    assert decode.allocate(request, D_BLOCKS) == 0
+    assert not decode.step()
+    assert decode.scheduler.finished(request, [D_BLOCKS], prefilled=True) == (False, None)
+
+
+class TestComputedLocally:
+    """Loudly, and the request is served."""
+
+    def expect(self, decode: FakeEngine, caplog: pytest.LogCaptureFixture, hint: str | None, reason: str) -> None:
+        _, d_leg = legs(hint=hint)
+        with caplog.at_level(logging.WARNING, "kvbus_connector"):
+            assert decode.allocate(d_leg, D_BLOCKS) == 0
+        assert f"expected remote KV, computed locally: {reason}" in caplog.text
+        assert decode.scheduler.node.counters["computed_locally"] == 1
+
+    def test_bus_away(
+        self, pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        with broker.down():
+            self.expect(pair[1], caplog, "P", "the bus is not connected")
+
+    def test_unknown_prefill_engine(
+        self, pair: tuple[FakeEngine, FakeEngine], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        self.expect(pair[1], caplog, "X", "prefill engine X is not on the bus")
+
+    def test_no_prefill_engine(self, boot: Boot, caplog: pytest.LogCaptureFixture) -> None:
+        decode = boot("D")
+        eventually_sync(lambda: decode.scheduler.node.bus.connected)
+        self.expect(decode, caplog, None, "no prefill engine is on the bus")
+
+    def test_unfit_prefill_engine(self, boot: Boot, caplog: pytest.LogCaptureFixture) -> None:
+        """H2."""
+        prefill, decode = boot("P", compat=(("dtype", "float32"), ("model", "m"))), boot("D")
+        eventually_sync(lambda: decode.knows(prefill))
+        reason = "prefill engine P does not fit: dtype: bfloat16 here, float32 on P"
+        self.expect(decode, caplog, "P", reason)
+
+    def test_a_hint_that_is_no_engine_id(
+        self, pair: tuple[FakeEngine, FakeEngine], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """H5: nothing from a request gets into a subject unchecked."""
+        prefill, decode = pair
+        for hint in (">", "a b", "a.b", "", 7):
+            p_leg, d_leg = legs(f"hint-{hint!r}", hint=hint)  # type: ignore[arg-type]
+            decode.allocate(d_leg, D_BLOCKS)
+            prefill.prefill(p_leg, P_BLOCKS)
+            eventually_sync(lambda d=d_leg: decode.has_received(d.request_id))
+
+    def test_registration_too_large(
+        self, pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """H6: vLLM already waits for the receive, so it is told that it has failed."""
+        _, decode = pair
+        broker.max_payload = 300
+        _, d_leg = legs()
+        with caplog.at_level(logging.WARNING, "kvbus_connector"):
+            decode.allocate(d_leg, list(range(1, 160, 2)))
+        assert "max_payload=300" in caplog.text
+        eventually_sync(lambda: decode.has_received(d_leg.request_id))
+        assert decode.received[d_leg.request_id] is False
+
+
+def test_a_restarted_decode_engine_is_met_anew(boot: Boot, broker: MemoryBroker) -> None:
+    """C3."""
+    prefill, decode = boot("P"), boot("D")
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    again = restarted(decode)
+    try:
+        eventually_sync(lambda: again.knows(prefill))
+        p_leg, d_leg = legs()
+        again.allocate(d_leg, D_BLOCKS)
+        prefill.prefill(p_leg, P_BLOCKS)
+        eventually_sync(lambda: again.has_received(d_leg.request_id))
+        assert again.planes[0].content == KV
+    finally:
+        again.close()
+
+
+def test_a_wrong_prompt_is_not_written(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """H5: the same transfer id, another prompt."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    p_leg.num_computed_tokens = 95
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.received[d_leg.request_id] is False
+    assert decode.planes[0].content == {}
+
+
+def test_block_ids_out_of_range_are_not_written(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """F6, H5."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, [10, 11, 64])
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: decode.has_received(d_leg.request_id) and prefill.has_released(p_leg.request_id))
+    assert decode.received[d_leg.request_id] is False
+    assert decode.planes[0].content == {}
+
+
+def test_the_lease_frees_what_nobody_fetches(boot: Boot) -> None:
+    prefill = boot("P", options={"block_lease_s": 0.2})
+    p_leg, _ = legs()
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: prefill.has_released(p_leg.request_id))

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from kvbus_connector.compat import VllmMismatchError, check_internals, check_version, check_vllm_config
+from kvbus_connector.identity import TransferName, listening_address, name_transfer
+
+from kvbus.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("request_id", "given", "name"),
+    [
+        ("chatcmpl-x-0123abcd", None, TransferName("chatcmpl-x", "chatcmpl-x")),
+        ("cmpl-x-0-0123abcd", None, TransferName("cmpl-x", "cmpl-x")),
+        ("cmpl-x-3-0123abcd", None, TransferName("cmpl-x", "cmpl-x#0.3")),
+        ("2_chatcmpl-x-0123abcd", None, TransferName("chatcmpl-x", "chatcmpl-x#2.0")),
+        ("1_cmpl-x-2-0123abcd", "t", TransferName("t", "t#1.2")),
+        ("cmpl-x-0-0123abcd", "t", TransferName("t", "t")),
+        ("whatever", "t", TransferName("t", "t")),
+        ("whatever", None, TransferName("whatever", "whatever")),
+        ("a\nb-0123abcd", None, TransferName("a\nb", "a\nb")),
+    ],
+)
+def test_both_engines_call_a_request_the_same(request_id: str, given: str | None, name: TransferName) -> None:
+    assert name_transfer(request_id, {"transfer_id": given}) == name
+
+
+def test_ids_that_share_a_base_are_told_apart_when_an_id_is_given() -> None:
+    """A5."""
+    one = name_transfer("cmpl-x-0-aaaaaaaa", {"transfer_id": "t1"})
+    two = name_transfer("cmpl-x-0-bbbbbbbb", {"transfer_id": "t2"})
+    assert one.transfer_id != two.transfer_id
+
+
+@pytest.mark.parametrize("given", [5, "", None, ["t"]])
+def test_a_transfer_id_that_is_no_text_is_none(given: Any) -> None:
+    assert name_transfer("chatcmpl-x-0123abcd", {"transfer_id": given}).transfer_id == "chatcmpl-x"
+
+
+def test_the_http_address_is_found_among_the_ancestors_sockets() -> None:
+    child = psutil.Popen(["sleep", "60"])
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            assert listening_address(child.pid, "10.0.0.1") == f"127.0.0.1:{server.getsockname()[1]}"
+        with socket.create_server(("0.0.0.0", 0)) as server:
+            assert listening_address(child.pid, "10.0.0.1") == f"10.0.0.1:{server.getsockname()[1]}"
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+            assert listening_address(child.pid, "") == f"[::1]:{server.getsockname()[1]}"
+    finally:
+        child.kill()
+        child.wait()
+    assert listening_address(child.pid, "") == ""
+    assert os.getpid()
+
+
+def test_another_vllm_is_refused_with_both_versions() -> None:
+    check_version("0.32.0+cpu")
+    for other in ("0.31.2", "0.33.0", "1.32.0", "dev"):
+        with pytest.raises(VllmMismatchError, match=f"is {other}; this kvbus works with vLLM 0.32"):
+            check_version(other)
+
+
+def test_a_missing_internal_is_named() -> None:
+    check_internals("0.32.9", {"owner": (SimpleNamespace(there=1), ("there",))})
+    with pytest.raises(VllmMismatchError, match=r"is 0\.32\.9 and lacks owner\.gone; this kvbus works"):
+        check_internals("0.32.9", {"owner": (SimpleNamespace(there=1), ("there", "gone"))})
+
+
+def vllm_config(**changes: Any) -> Any:
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    transfer = {"kv_buffer_device": "cuda", "enable_permute_local_kv": False}
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**parallel, **{k: v for k, v in changes.items() if k in parallel}}),
+        kv_transfer_config=SimpleNamespace(**{**transfer, **{k: v for k, v in changes.items() if k in transfer}}),
+        device_config=SimpleNamespace(device_type="cuda"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("pipeline_parallel_size", 2), ("kv_buffer_device", "cpu"), ("enable_permute_local_kv", True)],
+)
+def test_what_is_not_supported_is_refused_by_name(key: str, value: object) -> None:
+    check_vllm_config(vllm_config())
+    with pytest.raises(ConfigError, match=key) as caught:
+        check_vllm_config(vllm_config(**{key: value}))
+    assert caught.value.value == value

@@ -1,0 +1,284 @@
+"""The matcher: whole effect lists for explicit times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvbus.matcher import Matcher
+from kvbus.matching import (
+    Effect,
+    Introduce,
+    PooledCancel,
+    PooledRegistration,
+    PostWrite,
+    Reject,
+    ReleaseBlocks,
+    Send,
+    SinkJoined,
+    SinkLeft,
+    SinkRefused,
+    WriteEnded,
+    WriteJob,
+)
+from kvbus.messages import (
+    Cancel,
+    CancelAck,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    RegistrationAck,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
+
+SOURCE = {"transfer_id": "t", "source_engine": "P", "source_incarnation": 5}
+RANK = {**SOURCE, "attempt": 1, "rank": 0, "ranks": 1, "request_id": "d1"}
+REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)
+COMPLETED = PrefillCompleted(**SOURCE, request_id="p1", blocks=(((0, 3),),), tokens=96)
+FAILED = PrefillFailed(**SOURCE, request_id="p1", reason="aborted")
+PROGRESS = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
+CANCEL = Cancel("t", 1, "D", 7, "d1", "aborted")
+JOINED = SinkJoined("D", 7, 64)
+ACK = Send("D", RegistrationAck(**RANK))
+CANCEL_ACK = Send("D", CancelAck(**RANK))
+STARTED = Send("D", TransferStarted(**RANK))
+POST = PostWrite(WriteJob("t", 1, "p1", (((0, 3),),), "D", 7, "d1", (((10, 3),),)))
+RELEASE = ReleaseBlocks("p1")
+
+
+def refusal(reason: str, **changes: Any) -> Effect:
+    return Send("D", RegistrationAck(**{**RANK, **changes}, refused=reason))
+
+
+def failure(reason: str) -> Effect:
+    return Send("D", TransferFailed(**RANK, reason=reason))
+
+
+@pytest.fixture
+def matcher() -> Matcher:
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, block_lease_s=30, pool_hold_s=10)
+    assert matcher.apply(JOINED, 0.0) == []
+    return matcher
+
+
+def test_registration_first(matcher: Matcher) -> None:
+    assert matcher.apply(REGISTRATION, 1.0) == [ACK]
+    assert matcher.apply(COMPLETED, 3.0) == [POST, STARTED]
+    done = TransferDone(**RANK, blocks=3, nbytes=900, late_side="prefill", match_wait_s=2.0, queue_s=0.0, write_s=0.5)
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.5) == [Send("D", done), RELEASE]
+    assert matcher.counts["transfers"] == 0
+
+
+def test_completion_first(matcher: Matcher) -> None:
+    assert matcher.apply(COMPLETED, 1.0) == []
+    assert matcher.apply(REGISTRATION, 3.0) == [ACK, POST, STARTED]
+    [sent, released] = matcher.apply(WriteEnded("t", 1, 900), 3.5)
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, TransferDone)
+    assert (sent.message.late_side, sent.message.match_wait_s) == ("decode", 2.0)
+    assert released == RELEASE
+
+
+def test_both_twice_are_joined_once(matcher: Matcher) -> None:
+    assert matcher.apply(REGISTRATION, 1.0) == [ACK]
+    assert matcher.apply(REGISTRATION, 1.1) == [ACK]
+    assert matcher.apply(COMPLETED, 2.0) == [POST, STARTED]
+    assert matcher.apply(COMPLETED, 2.1) == [Reject("duplicate completion")]
+    assert matcher.apply(REGISTRATION, 2.2) == [ACK]
+    [done, released] = matcher.apply(WriteEnded("t", 1, 900), 3.0)
+    assert released == RELEASE
+    assert matcher.apply(COMPLETED, 3.1) == [Reject("duplicate completion")]
+    assert matcher.apply(REGISTRATION, 3.2) == [done], "D asks again because word of the end was lost"
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.3) == [Reject("unknown write")]
+
+
+def test_the_match_waits_for_the_sinks_memory() -> None:
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1)
+    assert matcher.apply(REGISTRATION, 1.0) == [ACK, Introduce("D")]
+    assert matcher.apply(COMPLETED, 2.0) == []
+    assert matcher.apply(SinkJoined("D", 6, 64), 2.5) == [], "an older incarnation"
+    assert matcher.apply(JOINED, 3.0) == [POST, STARTED]
+
+
+def test_a_pooled_registration_is_answered_by_the_engine_that_has_the_transfer(matcher: Matcher) -> None:
+    assert matcher.apply(PooledRegistration(REGISTRATION), 1.0) == []
+    assert matcher.apply(PROGRESS, 2.0) == [ACK]
+    assert matcher.apply(COMPLETED, 3.0) == [POST, STARTED]
+
+
+def test_a_pooled_registration_after_the_completion(matcher: Matcher) -> None:
+    assert matcher.apply(PROGRESS, 1.0) == []
+    assert matcher.apply(COMPLETED, 2.0) == []
+    assert matcher.apply(PooledRegistration(REGISTRATION), 3.0) == [ACK, POST, STARTED]
+
+
+def test_a_pooled_registration_of_others_is_dropped(matcher: Matcher) -> None:
+    assert matcher.apply(PooledRegistration(REGISTRATION), 1.0) == []
+    assert matcher.next_deadline() == 11.0
+    assert matcher.tick(11.0) == [Reject("unclaimed registration")]
+    assert matcher.counts["transfers"] == 0
+
+
+def test_a_completion_without_registration_ends_with_the_lease(matcher: Matcher) -> None:
+    assert matcher.apply(COMPLETED, 1.0) == []
+    assert matcher.tick(30.9) == []
+    assert matcher.tick(31.0) == [RELEASE]
+    assert matcher.apply(REGISTRATION, 32.0) == [refusal("block lease expired")]
+
+
+def test_leases_end_one_by_one(matcher: Matcher) -> None:
+    """L2: a later one in front does not keep earlier ones."""
+    for number, at in (("4", 4.0), ("1", 1.0), ("2", 2.0)):
+        matcher.apply(replace(COMPLETED, transfer_id=number, request_id=number), at)
+    assert matcher.tick(32.5) == [ReleaseBlocks("1"), ReleaseBlocks("2")]
+
+
+def test_the_lease_does_not_end_a_running_write(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(COMPLETED, 2.0)
+    assert matcher.next_deadline() is None
+    assert matcher.tick(1000.0) == []
+
+
+def test_a_failed_write_is_told_and_frees(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(COMPLETED, 2.0)
+    assert matcher.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect"), RELEASE]
+
+
+def test_a_failed_prefill_is_told(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    assert matcher.apply(FAILED, 2.0) == [failure("aborted")]
+    assert matcher.apply(COMPLETED, 3.0) == [RELEASE, Reject("late completion")]
+
+
+def test_a_failed_prefill_before_the_registration(matcher: Matcher) -> None:
+    assert matcher.apply(FAILED, 1.0) == []
+    assert matcher.apply(REGISTRATION, 2.0) == [refusal("prefill failed")]
+
+
+def test_cancel_before_the_match(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    assert matcher.apply(CANCEL, 2.0) == [CANCEL_ACK]
+    assert matcher.apply(CANCEL, 2.1) == [CANCEL_ACK], "the first acknowledgement may be lost"
+    assert matcher.apply(COMPLETED, 3.0) == [RELEASE, Reject("late completion")]
+
+
+def test_cancel_frees_a_completion(matcher: Matcher) -> None:
+    matcher.apply(COMPLETED, 1.0)
+    assert matcher.apply(CANCEL, 2.0) == [RELEASE, CANCEL_ACK]
+
+
+def test_cancel_of_one_attempt_keeps_the_completion_for_the_next(matcher: Matcher) -> None:
+    matcher.apply(COMPLETED, 1.0)
+    matcher.apply(replace(REGISTRATION, prompt_tokens=96, sink_incarnation=9), 1.5)
+    assert matcher.apply(replace(CANCEL, release=False), 2.0) == [CANCEL_ACK]
+    assert matcher.apply(replace(REGISTRATION, attempt=2), 3.0)[0] == Send(
+        "D", RegistrationAck(**{**RANK, "attempt": 2})
+    )
+
+
+def test_cancel_during_the_write_is_acknowledged_when_it_has_ended(matcher: Matcher) -> None:
+    """F4."""
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(COMPLETED, 2.0)
+    assert matcher.apply(CANCEL, 2.5) == []
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.0) == [CANCEL_ACK, RELEASE]
+
+
+def test_cancel_of_something_unknown(matcher: Matcher) -> None:
+    assert matcher.apply(CANCEL, 1.0) == [CANCEL_ACK]
+    assert matcher.apply(REGISTRATION, 2.0) == [refusal("cancelled")]
+
+
+def test_a_pooled_cancel_of_something_unknown_is_not_ours_but_remembered(matcher: Matcher) -> None:
+    assert matcher.apply(PooledCancel(CANCEL), 1.0) == [Reject("foreign cancel")]
+    assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("late completion")]
+
+
+def test_a_higher_attempt_replaces_a_lower_one(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    other = replace(REGISTRATION, attempt=2, sink_engine="E", request_id="e1")
+    assert matcher.apply(SinkJoined("E", 7, 64), 1.5) == []
+    assert matcher.apply(other, 2.0) == [
+        Send("E", RegistrationAck(**{**RANK, "attempt": 2, "request_id": "e1"})),
+    ]
+    assert matcher.apply(REGISTRATION, 2.1) == [Reject("stale attempt")]
+    assert matcher.apply(CANCEL, 2.2) == [Reject("stale cancel")]
+    [post, _] = matcher.apply(COMPLETED, 3.0)
+    assert isinstance(post, PostWrite)
+    assert (post.job.sink_engine, post.job.attempt) == ("E", 2)
+
+
+def test_a_higher_attempt_waits_for_a_running_write(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(COMPLETED, 2.0)
+    assert matcher.apply(replace(REGISTRATION, attempt=2), 2.5) == [Reject("write in progress")]
+
+
+def test_registrations_of_an_older_incarnation_are_stale(matcher: Matcher) -> None:
+    assert matcher.apply(replace(REGISTRATION, sink_incarnation=6), 1.0) == [Reject("stale incarnation")]
+
+
+def test_a_sink_that_left_is_not_written(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    assert matcher.apply(SinkLeft("D", 7), 2.0) == []
+    assert matcher.apply(COMPLETED, 3.0) == []
+    assert matcher.tick(33.0) == [RELEASE]
+
+
+def test_a_restarted_sink_is_not_sent_its_predecessors_blocks(matcher: Matcher) -> None:
+    """C3."""
+    matcher.apply(REGISTRATION, 1.0)
+    assert matcher.apply(SinkJoined("D", 8, 64), 2.0) == []
+    assert matcher.apply(COMPLETED, 3.0) == []
+
+
+def test_an_unfit_sink_is_refused_with_the_reason(matcher: Matcher) -> None:
+    assert matcher.apply(replace(REGISTRATION, sink_engine="E"), 1.0)[1:] == [Introduce("E")]
+    refused = SinkRefused("E", 7, "dtype: bfloat16 here, float32 on E")
+    expected = Send("E", RegistrationAck(**RANK, refused=refused.reason))
+    assert matcher.apply(refused, 2.0) == [expected]
+    assert matcher.apply(replace(REGISTRATION, sink_engine="E"), 3.0) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("registration", "reason"),
+    [
+        (replace(REGISTRATION, prompt_tokens=97), "prompt has 97 tokens on decode, 96 on prefill"),
+        (replace(REGISTRATION, blocks=(((10, 3),), ())), "2 KV groups on decode, 1 on prefill"),
+        (replace(REGISTRATION, blocks=(((62, 3),),)), "block 64 is out of the decode engine's 64 blocks"),
+    ],
+)
+def test_what_does_not_fit_together_is_not_written(matcher: Matcher, registration: Registration, reason: str) -> None:
+    """F6, H5."""
+    matcher.apply(registration, 1.0)
+    assert matcher.apply(COMPLETED, 2.0) == [failure(reason), RELEASE]
+
+
+@pytest.mark.parametrize("change", [{"source_engine": "Q"}, {"source_incarnation": 4}])
+def test_other_engines_prefills_are_foreign(matcher: Matcher, change: dict[str, Any]) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    for message in (COMPLETED, FAILED, PROGRESS):
+        assert matcher.apply(replace(message, **change), 2.0) == [Reject("foreign prefill")]
+
+
+def test_a_transfer_id_used_twice_frees_the_second(matcher: Matcher) -> None:
+    matcher.apply(COMPLETED, 1.0)
+    again = replace(COMPLETED, request_id="p2")
+    assert matcher.apply(again, 2.0) == [ReleaseBlocks("p2"), Reject("transfer id reused")]
+
+
+def test_a_full_table_refuses_and_frees() -> None:
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, max_transfers=1)
+    matcher.apply(JOINED, 0.0)
+    matcher.apply(replace(REGISTRATION, transfer_id="other"), 1.0)
+    assert matcher.apply(REGISTRATION, 2.0) == [refusal("full")]
+    assert matcher.apply(PooledRegistration(REGISTRATION), 2.0) == [Reject("full")]
+    assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("full")]
+    assert matcher.apply(PROGRESS, 2.0) == [Reject("full")]

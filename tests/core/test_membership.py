@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvbus.membership import Membership, PeerChanged, PeerJoined, PeerLeft, differences
+from kvbus.messages import Bye, Heartbeat, Role, State
+
+BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, compat=(("dtype", "bfloat16"),))
+
+
+def test_join_change_leave() -> None:
+    members = Membership(dead_after_s=3.0)
+    assert members.hear(BEAT, 0.0) == [PeerJoined(BEAT)]
+    assert members.hear(replace(BEAT, number=2), 1.0) == []
+    draining = replace(BEAT, number=3, state=State.DRAINING)
+    assert members.hear(draining, 2.0) == [PeerChanged(draining)]
+    assert members.hear(Bye("P", 5), 3.0) == [PeerLeft("P", 5, Role.PREFILL, "left")]
+    assert members.hear(Bye("P", 5), 3.0) == []
+
+
+def test_silence_is_death_after_a_while() -> None:
+    members = Membership(dead_after_s=3.0)
+    members.hear(BEAT, 0.0)
+    members.hear(BEAT, 2.0)
+    assert members.next_deadline() == 5.0
+    assert members.tick(4.9) == []
+    assert members.tick(5.0) == [PeerLeft("P", 5, Role.PREFILL, "silent")]
+
+
+def test_our_own_deafness_is_not_their_silence() -> None:
+    members = Membership(dead_after_s=3.0)
+    members.hear(BEAT, 0.0)
+    members.excuse_silence(100.0)
+    assert members.tick(102.9) == []
+
+
+def test_a_newer_incarnation_replaces_an_older_one_for_good() -> None:
+    members = Membership()
+    members.hear(BEAT, 0.0)
+    newer = replace(BEAT, incarnation=6)
+    assert members.hear(newer, 1.0) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(newer)]
+    assert members.hear(BEAT, 1.1) == []
+    assert members.hear(Bye("P", 5), 1.2) == []
+    assert members.get("P") == newer
+    assert members.rejected == 2
+
+
+def test_peers_by_what_they_do() -> None:
+    members = Membership()
+    both = replace(BEAT, engine="B", role=Role.BOTH, state=State.STARTING)
+    decode = replace(BEAT, engine="D", role=Role.DECODE)
+    for beat in (decode, both, BEAT):
+        members.hear(beat, 0.0)
+    assert members.peers() == [both, decode, BEAT]
+    assert members.peers(prefill=True) == [both, BEAT]
+    assert members.peers(decode=True, ready=True) == [decode]
+
+
+def test_the_table_is_bounded() -> None:
+    members = Membership(max_peers=1)
+    members.hear(BEAT, 0.0)
+    assert members.hear(replace(BEAT, engine="Q"), 0.0) == []
+    assert members.rejected == 1
+
+
+def test_differences_are_named() -> None:
+    other = replace(BEAT, engine="D", compat=(("dtype", "float32"), ("vllm", "0.33")))
+    assert differences(BEAT, BEAT) == []
+    assert differences(BEAT, other) == ["dtype: bfloat16 here, float32 on D", "vllm: unset here, 0.33 on D"]

@@ -1,0 +1,154 @@
+"""An engine without vLLM: the connector's real halves, on a memory bus, over a memory transport, stepped by hand."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbus_connector.scheduler import SchedulerHalf
+from kvbus_connector.step import StepPlan
+from kvbus_connector.worker import WorkerHalf
+
+from kvbus.config import Config
+from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.memory_transport import Fabric, MemoryTransport
+from kvbus.messages import Heartbeat, Role, State
+
+COMPAT = (("dtype", "bfloat16"), ("model", "m"))
+BLOCK = 32
+
+
+class PlainRules:
+    """Block rules of a model with full attention only."""
+
+    def clip(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        return block_ids
+
+    def external_tokens(self, prompt_tokens: int) -> int:
+        return prompt_tokens
+
+    def truncate(self, request: Any) -> None:
+        pass
+
+
+class FakePlane(MemoryTransport):
+    def __init__(self, fabric: Fabric, engine: str, rank: int, ranks: int, num_blocks: int) -> None:
+        super().__init__(fabric, engine, rank, ranks, num_blocks)
+        self.rank, self.ranks = rank, ranks
+
+    def register(self, kv_caches: dict[str, Any]) -> None:
+        assert kv_caches == {}
+
+
+@dataclass
+class Request:
+    """What the connector sees of vLLM's request."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
+    num_prompt_tokens: int = 96
+    num_computed_tokens: int = 96
+    trace_headers: dict[str, str] | None = None
+
+
+@dataclass
+class FakeEngine:
+    """One engine of ``ranks`` ranks."""
+
+    broker: MemoryBroker
+    fabric: Fabric
+    name: str
+    role: Role
+    ranks: int = 1
+    num_blocks: int = 64
+    incarnation: int = 1
+    compat: tuple[tuple[str, str], ...] = COMPAT
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        config = Config(nats_url="nats://memory", http_address="127.0.0.1:1", heartbeat_interval_s=0.05, **self.options)
+        own = Heartbeat(self.name, self.incarnation, 0, self.role, State.STARTING, self.ranks, "m", compat=self.compat)
+        self.own = own
+        self.planes = [
+            FakePlane(self.fabric, self.name, rank, self.ranks, self.num_blocks) for rank in range(self.ranks)
+        ]
+        self.scheduler = SchedulerHalf(config, own, PlainRules(), MemoryBus(self.broker), os.getpid())
+        self.workers = [
+            WorkerHalf(config, own, lambda plane=plane: plane, lambda _: MemoryBus(self.broker))  # type: ignore[misc]
+            for plane in self.planes
+        ]
+        for worker in self.workers:
+            worker.register({})
+        self.scheduler.set_metadata({plane.rank: plane.metadata for plane in self.planes})
+        self.released: Counter[str] = Counter()
+        self.received: dict[str, bool] = {}
+        self._reports: Counter[str] = Counter()
+
+    def close(self) -> None:
+        self.scheduler.close()
+        for worker in self.workers:
+            worker.close()
+
+    def step(self, scheduled: dict[str, int] | None = None) -> StepPlan:
+        """One step of vLLM's loop; results are gathered as its aggregator does: when every rank has reported."""
+        plan = self.scheduler.plan_step(scheduled or {})
+        finished: list[str] = []
+        for worker in self.workers:
+            worker.begin_step(pickle.loads(pickle.dumps(plan)))
+            report = worker.results()
+            for request_id in report.released:
+                self._reports[f"sent {request_id}"] += 1
+                if self._reports[f"sent {request_id}"] == self.ranks:
+                    self.released[request_id] += 1
+            for arrived in report.arrived:
+                self._reports[arrived.request_id] += 1
+                assert self._reports[arrived.request_id] <= self.ranks, "reported twice"
+                self.received[arrived.request_id] = self.received.get(arrived.request_id, True) and arrived.ok
+                if self._reports[arrived.request_id] == self.ranks:
+                    finished.append(arrived.request_id)
+        self.scheduler.step_done(finished)
+        return plan
+
+    def has_received(self, request_id: str) -> bool:
+        self.step()
+        return self._reports[request_id] == self.ranks
+
+    def has_released(self, request_id: str) -> bool:
+        self.step()
+        return self.released[request_id] == 1
+
+    def knows(self, other: FakeEngine) -> bool:
+        """Whether this engine's scheduler has heard of the other."""
+        return self.scheduler.node.membership.get(other.name) is not None
+
+    def prefill(self, request: Request, blocks: Sequence[int], *, well: bool = True) -> dict[str, Any] | None:
+        """A prefill from arrival to end; returns the parameters for a sequential router."""
+        self.scheduler.arrived(request)
+        stays, params = self.scheduler.finished(request, [list(blocks)], prefilled=well)
+        assert stays == (params is not None)
+        return params
+
+    def allocate(self, request: Request, blocks: Sequence[int], cached_tokens: int = 0) -> int:
+        """What vLLM does when it schedules a request; returns the tokens that will come from outside."""
+        tokens = self.scheduler.tokens_from_outside(request, cached_tokens)
+        self.scheduler.allocated(request, [list(blocks)], tokens)
+        return tokens
+
+
+def legs(transfer_id: str = "t", hint: str | None = "P") -> tuple[Request, Request]:
+    """The two requests that a router makes of one."""
+    remote: dict[str, Any] = {"do_remote_prefill": True, "transfer_id": transfer_id}
+    if hint is not None:
+        remote["prefill_engine_id"] = hint
+    return (
+        Request(f"cmpl-{transfer_id}-0-aaaaaaaa", {"do_remote_decode": True, "transfer_id": transfer_id}),
+        Request(f"cmpl-{transfer_id}-0-bbbbbbbb", remote),
+    )
+
+
+def restarted(engine: FakeEngine) -> FakeEngine:
+    return replace(engine, incarnation=engine.incarnation + 1)
