@@ -16,7 +16,7 @@ from rich.console import Console
 
 from kvbus import __version__
 from kvbus.config import Config
-from kvbus.errors import KVBusError
+from kvbus.errors import ConfigError, KVBusError
 
 app = typer.Typer(
     help="kvbus: push-based KV-cache transfer between vLLM's prefill and decode engines, coordinated over NATS.",
@@ -192,6 +192,49 @@ def soak(
                     f"{outcome.idle_cpu_percent:.1f} % of a core; free blocks {outcome.free_blocks}"
                 )
         raise typer.Exit(int(bad))
+
+
+@app.command()
+def bench(
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians over them are shown.", min=1)] = 3,
+    arms: Annotated[str, typer.Option(help="What to compare: kvbus, push, pull (vLLM's own), by commas.")] = (
+        "kvbus,push,pull"
+    ),
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
+    rate: Annotated[float, typer.Option(help="Requests per second of the second workload.", min=0.1)] = 5.0,
+    requests: Annotated[int, typer.Option(help="Requests of each workload in each round.", min=1)] = 60,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    model: ModelDir = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Time to first token against vLLM's own NIXL connectors, one request at a time and at a rate.
+
+    Example: [bold]kvbus bench --rounds 3 --rate 5[/bold]
+    """
+    from rich.table import Table
+
+    from kvbus.local import bench as benchmark
+    from kvbus.local.model import cache_dir, tiny
+
+    with clear_errors():
+        chosen = [arm.strip() for arm in arms.split(",")]
+        for arm in chosen:
+            if arm not in benchmark.ARMS:
+                raise ConfigError("--arms", arm, ", ".join(benchmark.ARMS))
+        folder = model if model is not None else tiny(cache_dir() / "tiny-qwen3")
+        loads = [
+            benchmark.Workload(prompt_tokens, None, requests, max_tokens),
+            benchmark.Workload(prompt_tokens, rate, requests, max_tokens),
+        ]
+        results = benchmark.run_bench(folder, _run_folder(), chosen, loads, rounds, say)
+        if json_output:
+            typer.echo(benchmark.as_json(results))
+            return
+        table = Table("workload", "arm", "TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "failed", "TTFT p50 / kvbus")
+        for each in benchmark.summarize(results):
+            figures = (f"{each.ttft_p50:.0f}", f"{each.ttft_p90:.0f}", f"{each.tpot_p50:.1f}", str(each.failed))
+            table.add_row(each.workload, each.arm, *figures, f"{each.ratio:.2f}")
+        Console().print(table)
 
 
 if __name__ == "__main__":

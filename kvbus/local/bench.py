@@ -1,0 +1,210 @@
+"""``kvbus bench``: time to first token of kvbus and of vLLM's own NIXL connectors, in interleaved rounds.
+
+vLLM's connectors are driven without a router, each leg straight to its engine: the best that they can do. kvbus is
+driven through its router, as users drive it. Prefix caching is off, so that every prompt's whole KV is transferred.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import statistics
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from kvbus.local.cluster import HOST, Cluster, Engine, EngineSpec, Say, wait_until
+from kvbus.local.load import (
+    Figures,
+    Prompt,
+    Stream,
+    completion_body,
+    figures,
+    make_prompt,
+    plain_stream,
+    read_events,
+    run_load,
+)
+from kvbus.local.process import free_port, stop_all
+from kvbus.router.legs import new_transfer_id
+
+ARMS = ("kvbus", "push", "pull")
+ARGUMENTS = ("--max-model-len", "4096", "--seed", "1", "--no-enable-prefix-caching")
+WARM_UP = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``rate`` in requests per second; None sends one at a time."""
+
+    prompt_tokens: int
+    rate: float | None
+    requests: int
+    max_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt_tokens} tokens, " + ("one at a time" if self.rate is None else f"{self.rate:g}/s")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    arm: str
+    workload: str
+    round: int
+    figures: Figures
+
+
+def run_bench(
+    model: Path, logs: Path, arms: Sequence[str], loads: Sequence[Workload], rounds: int, say: Say
+) -> list[Result]:
+    """Boot each arm anew in each round, one arm after the other, and run every workload on it."""
+    results: list[Result] = []
+    for number in range(rounds):
+        for arm in arms:
+            folder = logs / f"{number}-{arm}"
+            folder.mkdir(parents=True)
+            say(f"round {number + 1}/{rounds}: {arm}")
+            with _boot(arm, model, folder, say) as stream:
+                warm = [make_prompt(loads[0].prompt_tokens, 9_000 + index) for index in range(WARM_UP)]
+                asyncio.run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
+                for load in loads:
+                    prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
+                    shots = asyncio.run(
+                        run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number)
+                    )
+                    results.append(Result(arm, load.name, number, figures(shots)))
+                    say(f"  {load.name}: {_line(results[-1].figures)}")
+    return results
+
+
+def _line(got: Figures) -> str:
+    failed = f", {got.failed} FAILED" if got.failed else ""
+    return f"TTFT p50 {got.ttft_p50:.0f} p90 {got.ttft_p90:.0f} ms, TPOT p50 {got.tpot_p50:.1f} ms{failed}"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Medians over the rounds of one arm and workload, ms; ``ratio`` is its TTFT p50 over kvbus's."""
+
+    arm: str
+    workload: str
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    failed: int
+    ratio: float
+
+
+def summarize(results: Sequence[Result]) -> list[Summary]:
+    def median(arm: str, workload: str, name: str) -> float:
+        values = [getattr(r.figures, name) for r in results if (r.arm, r.workload) == (arm, workload)]
+        return statistics.median(values) if values else 0.0
+
+    keys = dict.fromkeys((r.workload, r.arm) for r in results)
+    return [
+        Summary(
+            arm,
+            workload,
+            median(arm, workload, "ttft_p50"),
+            median(arm, workload, "ttft_p90"),
+            median(arm, workload, "tpot_p50"),
+            sum(r.figures.failed for r in results if (r.arm, r.workload) == (arm, workload)),
+            median(arm, workload, "ttft_p50") / (median("kvbus", workload, "ttft_p50") or 1.0),
+        )
+        for workload, arm in sorted(keys)
+    ]
+
+
+def as_json(results: Sequence[Result]) -> str:
+    return json.dumps(
+        {"rounds": [asdict(result) for result in results], "summary": [asdict(each) for each in summarize(results)]}
+    )
+
+
+@contextlib.contextmanager
+def _boot(arm: str, model: Path, logs: Path, say: Say) -> Iterator[Stream]:
+    if arm == "kvbus":
+        with Cluster(model, logs, arguments=ARGUMENTS, say=say) as cluster:
+            yield plain_stream(cluster.url, model.name)
+        return
+    connector = {"push": "NixlPushConnector", "pull": "NixlConnector"}[arm]
+    side_ports = {"prefill": free_port(), "decode": free_port()}
+    engines: list[Engine] = []
+    try:
+        for kind, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            transfer = {"kv_connector": connector, "kv_role": role, "engine_id": kind, "kv_buffer_device": "cpu"}
+            environment = {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[kind]),
+            }
+            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, ARGUMENTS, environment), logs))
+        children = [engine.child for engine in engines]
+        wait_until(lambda: all(engine.healthy for engine in engines), children, f"booting two engines ({arm})", say)
+        make = _push_stream if arm == "push" else _pull_stream
+        yield make(engines[0], engines[1], model.name, side_ports["prefill"])
+    finally:
+        stop_all([engine.child for engine in engines])
+
+
+async def _prefill(
+    session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any], request_id: str
+) -> dict[str, Any]:
+    params = {
+        "do_remote_decode": True,
+        "do_remote_prefill": False,
+        "remote_engine_id": None,
+        "remote_block_ids": None,
+        "remote_host": None,
+        "remote_port": None,
+    }
+    leg = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
+    async with session.post(f"{engine.url}/v1/completions", json=leg, headers={"X-Request-Id": request_id}) as answer:
+        content = await answer.json()
+        if answer.status != 200:
+            raise ValueError(f"prefill: status {answer.status}: {content}"[:200])
+        returned: dict[str, Any] = content["kv_transfer_params"]
+        return returned
+
+
+def _pull_stream(prefill: Engine, decode: Engine, model: str, _: int) -> Stream:
+    async def stream(session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int) -> AsyncIterator[list[int]]:
+        body, request_id = completion_body(model, prompt, max_tokens), new_transfer_id()
+        params = await _prefill(session, prefill, body, request_id)
+        leg = {**body, "kv_transfer_params": params}
+        headers = {"X-Request-Id": request_id}
+        async with session.post(f"{decode.url}/v1/completions", json=leg, headers=headers) as answer:
+            async for ids in read_events(answer):
+                yield ids
+
+    return stream
+
+
+def _push_stream(prefill: Engine, decode: Engine, model: str, side_port: int) -> Stream:
+    async def stream(session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int) -> AsyncIterator[list[int]]:
+        body, request_id = completion_body(model, prompt, max_tokens), new_transfer_id()
+        params = {
+            "do_remote_decode": False,
+            "do_remote_prefill": True,
+            "remote_engine_id": prefill.spec.name,
+            "remote_request_id": f"cmpl-{request_id}-0",
+            "remote_host": HOST,
+            "remote_port": side_port,
+            "tp_size": 1,
+        }
+        leg = {**body, "kv_transfer_params": params}
+        headers = {"X-Request-Id": request_id}
+        prefilling = asyncio.create_task(_prefill(session, prefill, body, request_id))
+        try:
+            async with session.post(f"{decode.url}/v1/completions", json=leg, headers=headers) as answer:
+                async for ids in read_events(answer):
+                    yield ids
+        finally:
+            prefilling.cancel()
+            await asyncio.gather(prefilling, return_exceptions=True)
+
+    return stream

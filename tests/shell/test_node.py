@@ -1,0 +1,201 @@
+"""The node, the writer thread and the recorder."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from support.waiting import eventually_sync
+
+from kvbus.matcher import Matcher
+from kvbus.membership import Membership, PeerJoined, PeerLeft
+from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.memory_transport import Fabric, MemoryTransport
+from kvbus.messages import Bye, Heartbeat, PrefillCompleted, Registration, Role, State, Who, decode, encode
+from kvbus.metrics import Counters
+from kvbus.node import Node
+from kvbus.rank import Rank
+from kvbus.subjects import Subjects
+from kvbus.tracing import Recorder, parse_traceparent
+from kvbus.writer import Writer
+
+SUBJECTS = Subjects("default")
+BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1)
+REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.fixture
+def broker() -> MemoryBroker:
+    return MemoryBroker()
+
+
+@pytest.fixture
+def node(broker: MemoryBroker) -> Iterator[Node]:
+    node = Node(
+        MemoryBus(broker), SUBJECTS, name="test", membership=Membership(dead_after_s=0.3), heartbeat_interval_s=0.05
+    )
+    yield node
+    node.close()
+    node.close()
+
+
+class TestNode:
+    def test_junk_is_counted_logged_once_and_nothing_stops(
+        self, node: Node, broker: MemoryBroker, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """H1."""
+        got: list[Registration] = []
+        node.listen(SUBJECTS.pool, Registration, got.append)
+        node.start()
+        with caplog.at_level(logging.WARNING, "kvbus"):
+            for payload in (b"", b"\xff\xff", b"\x93\x01\x02\x03", encode(BEAT)):
+                broker.route(SUBJECTS.pool, payload)
+            broker.route(SUBJECTS.pool, encode(REGISTRATION))
+            eventually_sync(lambda: got == [REGISTRATION])
+        assert node.counters["rejected_messages"] == 4
+        assert len([record for record in caplog.records if "dropped a message" in record.message]) == 1
+
+    def test_engines_come_and_go(self, node: Node, broker: MemoryBroker) -> None:
+        changes: list[object] = []
+        node.watch_peers(changes.append)
+        node.start()
+        broker.route(SUBJECTS.heartbeats("prefill", "P"), encode(BEAT))
+        eventually_sync(lambda: changes == [PeerJoined(BEAT)])
+        eventually_sync(lambda: changes[1:] == [PeerLeft("P", 5, Role.PREFILL, "silent")])
+
+    def test_nobody_is_dead_because_the_bus_is(self, node: Node, broker: MemoryBroker) -> None:
+        changes: list[object] = []
+        node.watch_peers(changes.append)
+        node.start()
+        broker.route(SUBJECTS.heartbeats("prefill", "P"), encode(BEAT))
+        eventually_sync(lambda: changes)
+        with broker.down():
+            ended = time.monotonic() + 0.6
+            eventually_sync(lambda: time.monotonic() > ended)
+        assert changes == [PeerJoined(BEAT)]
+
+    def test_it_announces_answers_who_and_says_goodbye(self, node: Node, broker: MemoryBroker) -> None:
+        node.present(lambda number: Heartbeat("P", 5, number, Role.PREFILL, State.READY, 1))
+        node.start()
+
+        def heard() -> list[object]:
+            return [decode(payload) for _, payload in broker.log]
+
+        eventually_sync(lambda: sum(isinstance(message, Heartbeat) for message in heard()) >= 3)
+        numbers = [message.number for message in heard() if isinstance(message, Heartbeat)]
+        assert numbers == sorted(set(numbers))
+        before = len(numbers)
+        broker.route(SUBJECTS.who, encode(Who("x")))
+        eventually_sync(lambda: sum(isinstance(message, Heartbeat) for message in heard()) > before)
+        node.close()
+        assert heard()[-1] == Bye("P", 5)
+
+    def test_a_call_that_raises_does_not_end_it(self, node: Node, caplog: pytest.LogCaptureFixture) -> None:
+        node.start()
+        called = threading.Event()
+        with caplog.at_level(logging.CRITICAL, "kvbus"):
+            node.call(lambda: 1 / 0)
+            node.call(called.set)
+            assert called.wait(5)
+        assert node.counters["callback_errors"] == 1
+
+
+class TestWriter:
+    @pytest.fixture
+    def writer(self) -> Iterator[Writer]:
+        writer = Writer("test-writer", Counters())
+        yield writer
+        writer.close()
+
+    def make_rank(self, transport: MemoryTransport, counters: Counters, sent: list[object]) -> Rank:
+        return Rank(
+            matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
+            transport=transport,
+            rank=0,
+            ranks=1,
+            publish=lambda engine, message: sent.append((engine, message.KIND)),
+            introduce=lambda engine: sent.append(("introduce", engine)),
+            clock=time.monotonic,
+            counters=counters,
+            recorder=Recorder("test"),
+        )
+
+    def test_everything_runs_on_one_thread(self, writer: Writer) -> None:
+        names = {writer.call(lambda: threading.current_thread().name) for _ in range(3)}
+        assert names == {"test-writer"}
+
+    def test_a_call_hands_back_what_it_raises(self, writer: Writer) -> None:
+        with pytest.raises(ZeroDivisionError):
+            writer.call(lambda: 1 / 0)
+
+    def test_items_from_before_the_rank_are_not_lost_and_a_bad_one_ends_nothing(
+        self, writer: Writer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        sent: list[object] = []
+        counters = Counters()
+        transport = MemoryTransport(Fabric(), "P")
+        writer.submit(REGISTRATION)
+        with caplog.at_level(logging.CRITICAL, "kvbus"):
+            writer.submit(object())  # type: ignore[arg-type]
+            writer.drive(self.make_rank(transport, counters, sent))
+            eventually_sync(lambda: sent == [("D", "ack"), ("introduce", "D")])
+            writer.submit(PrefillCompleted("t", "P", 4, "p1", (((0, 3),),), 96))
+            eventually_sync(lambda: counters["rejected: foreign prefill"] == 1)
+
+    def test_close_ends_the_transport_and_is_idempotent(self) -> None:
+        writer, transport = Writer("test-writer", Counters()), MemoryTransport(Fabric(), "P")
+        writer.drive(self.make_rank(transport, Counters(), []))
+        writer.close()
+        writer.close()
+        assert transport.closed
+
+    def test_a_flood_from_peers_is_dropped_not_queued_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        counters = Counters()
+        monkeypatch.setattr("kvbus.writer.MAX_QUEUE", 10)
+        writer, go = Writer("test-writer", counters), threading.Event()
+        blocked = threading.Thread(target=lambda: writer.call(lambda: go.wait(5)))
+        blocked.start()
+        for _ in range(100):
+            writer.submit(REGISTRATION, droppable=True)
+        assert counters["writer_queue_full"] >= 80
+        go.set()
+        blocked.join()
+        writer.close()
+
+
+class TestRecorder:
+    def test_spans_have_the_parent_and_times_they_were_given(self) -> None:
+        exporter = InMemorySpanExporter()
+        recorder = Recorder("kvbus-test", {"kvbus.engine": "P"}, exporter)
+        now = time.monotonic()
+        recorder.record("write.transfer", now - 0.5, now, PARENT, {"kvbus.bytes": 7})
+        recorder.record("unsampled", now, now, PARENT[:-1] + "0")
+        recorder.record("no parent", now, now, "")
+        recorder.flush()
+        [span] = exporter.get_finished_spans()
+        parent = parse_traceparent(PARENT)
+        assert parent is not None
+        assert span.parent is not None
+        assert (span.context.trace_id, span.parent.span_id) == (parent.trace_id, parent.span_id)
+        assert span.end_time is not None
+        assert span.start_time is not None
+        assert abs((span.end_time - span.start_time) / 1e9 - 0.5) < 1e-4
+        assert abs(span.end_time / 1e9 - time.time()) < 1.0
+        assert span.attributes == {"kvbus.bytes": 7}
+        assert span.resource.attributes["kvbus.engine"] == "P"
+        recorder.close()
+
+    def test_without_an_exporter_nothing_is_kept(self) -> None:
+        recorder = Recorder("kvbus-test")
+        assert not recorder.enabled
+        recorder.record("x", 0.0, 1.0, PARENT)
+        assert len(recorder._pending) == 0
+
+    @pytest.mark.parametrize("text", ["", "00-0-0-01", PARENT.replace("0af7", "zzzz"), "00-" + "0" * 32 + PARENT[35:]])
+    def test_a_malformed_trace_context_is_none(self, text: str) -> None:
+        assert parse_traceparent(text) is None
