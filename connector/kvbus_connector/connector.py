@@ -22,6 +22,8 @@ from vllm.v1.request import RequestStatus
 
 from kvbus.bus import NatsBus
 from kvbus.config import Config
+from kvbus.errors import KVBusError
+from kvbus.messages import Heartbeat
 from kvbus.subjects import check_token
 
 from . import nixl_plane
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 _PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -62,13 +66,12 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
-        check_version(vllm.__version__)
-        nixl_plane.check()
-        check_vllm_config(vllm_config)
-        transfer = vllm_config.kv_transfer_config
-        config = Config.from_mapping(transfer.kv_connector_extra_config)
-        engine = check_token("engine_id", transfer.engine_id)
-        own = heartbeat_of(vllm_config, vllm.__version__)
+        try:
+            config, own = _checked(vllm_config)
+        except KVBusError as error:
+            logger.error("%s", error)  # vLLM buries it under the tracebacks of several processes
+            raise
+        engine = own.engine
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -178,6 +181,16 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _working(self) -> WorkerHalf:
         assert self._worker is not None, "a hook of a worker was called in the scheduler process"
         return self._worker
+
+
+def _checked(vllm_config: VllmConfig) -> tuple[Config, Heartbeat]:
+    """What this engine is configured to be; raises what the class says."""
+    check_version(vllm.__version__)
+    nixl_plane.check()
+    check_vllm_config(vllm_config)
+    check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
+    config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    return config, heartbeat_of(vllm_config, vllm.__version__)
 
 
 def _log_like_vllm() -> None:

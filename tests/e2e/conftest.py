@@ -6,15 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.engines import ARGUMENTS, say
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.model import cache_dir, tiny
-
-ARGUMENTS = ("--max-model-len", "4096", "--block-size", "32", "--max-num-batched-tokens", "256", "--seed", "1")
-
-
-def say(text: str) -> None:
-    print(text, flush=True)
 
 
 @pytest.fixture(scope="session")

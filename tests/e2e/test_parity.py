@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engines import PromptTokens, complete, complete_all, prompt, prompt_tokens
+from support.engines import assert_came_from_outside, complete, complete_all, prompt, prompt_tokens
 
 from kvbus.local.cluster import Cluster
 
@@ -11,12 +11,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 BLOCK = 32
 CHUNK = 256
-
-
-def assert_came_from_outside(spent: PromptTokens, tokens: int) -> None:
-    """D computes each prompt's last token to get the first new one; vLLM counts it as external all the same, but for a
-    prompt of that one token, which it counts as computed."""
-    assert (spent.computed, spent.external) == ((1, 0) if tokens == 1 else (0, tokens))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,189 @@
+"""Other routers, engines by themselves, and what a user meets when something is wrong; on real engines."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.engines import ARGUMENTS, assert_came_from_outside, complete, post, prompt, prompt_tokens, say
+
+from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
+from kvbus.local.process import free_port
+from kvbus.local.soak import idle_cpu_percent
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def body(ids: list[int], max_tokens: int, params: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "tiny-qwen3",
+        "prompt": ids,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "kv_transfer_params": params,
+    }
+
+
+async def test_a_sequential_router_that_knows_nothing_of_kvbus(cluster: Cluster, reference: str) -> None:
+    """P first, then D with what P returned: the completion is there before the registration."""
+    ids = prompt(333, seed=21)
+    prefill, decode = cluster.engines["prefill-0"].url, cluster.engines["decode-0"].url
+    before = await prompt_tokens(decode)
+    status, first = await post(f"{prefill}/v1/completions", body(ids, 1, {"do_remote_decode": True}))
+    assert status == 200
+    params = first["kv_transfer_params"]
+    status, second = await post(f"{decode}/v1/completions", body(ids, 12, params))
+    assert status == 200
+    assert tuple(second["choices"][0]["token_ids"]) == (await complete(reference, ids)).tokens
+    assert_came_from_outside(await prompt_tokens(decode) - before, 333)
+    [done] = cluster.observer.transfer(params["transfer_id"])
+    assert done.late_side == "decode"
+
+
+async def test_a_concurrent_router_with_one_request_id_and_no_hint(cluster: Cluster, reference: str) -> None:
+    """Neither a transfer id nor an engine is named: the pool's subject, and the request id, pair the legs."""
+    ids = prompt(1500, seed=22)
+    prefill, decode = cluster.engines["prefill-0"].url, cluster.engines["decode-0"].url
+    before = await prompt_tokens(decode)
+    same = uuid.uuid4().hex
+    decode_leg = asyncio.create_task(
+        post(f"{decode}/v1/completions", body(ids, 12, {"do_remote_prefill": True}), **{"X-Request-Id": same})
+    )
+    await post(f"{prefill}/v1/completions", body(ids, 1, {"do_remote_decode": True}), **{"X-Request-Id": same})
+    status, answer = await decode_leg
+    assert status == 200
+    assert tuple(answer["choices"][0]["token_ids"]) == (await complete(reference, ids)).tokens
+    assert_came_from_outside(await prompt_tokens(decode) - before, 1500)
+
+
+async def test_the_router_registers_first(cluster: Cluster) -> None:
+    got = await complete(cluster.url, prompt(2000, seed=23))
+    [done] = cluster.observer.transfer(got.headers["X-KVBus-Transfer-Id"])
+    assert done.late_side == "prefill"
+
+
+async def test_a_silent_recompute_does_not_pass_for_a_transfer(cluster: Cluster, reference: str) -> None:
+    """The answer is right and the check still fails, since D computed it all itself."""
+    ids = prompt(200, seed=24)
+    decode = cluster.engines["decode-0"].url
+    before = await prompt_tokens(decode)
+    params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "prefill_engine_id": "nobody"}
+    status, answer = await post(f"{decode}/v1/completions", body(ids, 12, params))
+    assert status == 200
+    assert tuple(answer["choices"][0]["token_ids"]) == (await complete(reference, ids)).tokens
+    with pytest.raises(AssertionError):
+        assert_came_from_outside(await prompt_tokens(decode) - before, 200)
+    log = cluster.engines["decode-0"].child.log.read_text()
+    assert "expected remote KV, computed locally: prefill engine nobody is not on the bus" in log
+
+
+async def test_a_prompt_that_is_too_long_gets_the_engines_own_refusal(cluster: Cluster) -> None:
+    """H4."""
+    status, answer = await post(f"{cluster.url}/v1/completions", body(prompt(4200), 5, {}))
+    assert status == 400
+    assert "4096" in str(answer)
+    await complete(cluster.url, prompt(50, seed=25))
+
+
+async def test_a_client_that_gives_up_frees_both_engines(cluster: Cluster) -> None:
+    """A8, A1: blocks return to where they were."""
+
+    def free() -> dict[str, int]:
+        return {name: beat.free_blocks for name, beat in cluster.observer.engines.items()}
+
+    await settled(lambda: free())
+    before = free()
+    for seed in range(5):
+        asking = asyncio.create_task(complete(cluster.url, prompt(3000, seed=30 + seed), 500))
+        await asyncio.sleep(0.05 * seed)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+    deadline = time.monotonic() + 15
+    while free() != before:
+        assert time.monotonic() < deadline, f"{before} became {free()}"
+        await asyncio.sleep(0.1)
+
+
+async def settled(read: Callable[[], object], for_s: float = 1.5) -> None:
+    """Return when ``read()`` has not changed for a while."""
+    last, since = read(), time.monotonic()
+    while time.monotonic() - since < for_s:
+        await asyncio.sleep(0.1)
+        if read() != last:
+            last, since = read(), time.monotonic()
+
+
+async def test_idle_engines_idle_and_nothing_listens_for_a_side_channel(cluster: Cluster) -> None:
+    """S3. The NATS URL is the only address that the engines were given."""
+    await asyncio.sleep(10)
+    assert await asyncio.to_thread(idle_cpu_percent, cluster) < 10
+    for engine in cluster.engines.values():
+        root = psutil.Process(engine.child.pid)
+        listening = {
+            connection.laddr.port
+            for process in (root, *root.children(recursive=True))
+            for connection in process.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN
+        }
+        assert 5600 not in listening
+        commands = [argument for argument in root.cmdline() if "kv_connector" in argument]
+        assert len(commands) == 1
+        assert "side_channel" not in commands[0]
+        assert "port" not in commands[0]
+
+
+@pytest.fixture
+def alone(model: Path, logs: Path) -> Any:
+    """Starts one decode engine with a given ``kv_connector_extra_config``."""
+    running: list[Engine] = []
+
+    def start(name: str, extra: dict[str, Any]) -> Engine:
+        transfer = {"kv_connector": "KVBusConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+        running.append(Engine(EngineSpec(name, model, "tiny-qwen3", transfer, ARGUMENTS), logs))
+        return running[-1]
+
+    yield start
+    for engine in running:
+        engine.child.stop()
+
+
+async def test_with_nats_away_an_engine_starts_and_computes_locally(alone: Any, reference: str) -> None:
+    engine = alone("no-nats", {"nats_url": f"nats://127.0.0.1:{free_port()}"})
+    await asyncio.to_thread(wait_until, lambda: engine.healthy, [engine.child], "booting without NATS", say)
+    ids = prompt(150, seed=41)
+    status, answer = await post(f"{engine.url}/v1/completions", body(ids, 12, {"do_remote_prefill": True}))
+    assert status == 200
+    assert tuple(answer["choices"][0]["token_ids"]) == (await complete(reference, ids)).tokens
+    log = engine.child.log.read_text()
+    assert "no NATS server at nats://127.0.0.1:" in log
+    assert "expected remote KV, computed locally: the bus is not connected" in log
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"nats_url": "http://host"}, "bad configuration: nats_url='http://host'; allowed: a URL such as nats://"),
+        ({"nats_url": "nats://h", "nats_ulr": 1}, "bad configuration: nats_ulr=1; allowed: the keys backends, block_"),
+    ],
+)
+async def test_a_bad_configuration_stops_the_engine_with_one_message(
+    alone: Any, extra: dict[str, Any], message: str
+) -> None:
+    engine = alone(f"bad-{len(extra)}", extra)
+    deadline = time.monotonic() + 240
+    while engine.child.alive:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    log = engine.child.log.read_text()
+    assert message in log
+    assert sum(
+        "ERROR" in line and "kvbus: bad configuration" in line and "Error:" not in line for line in log.splitlines()
+    )

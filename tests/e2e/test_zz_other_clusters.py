@@ -1,0 +1,87 @@
+"""Clusters that are not the one of the other tests: unequal TP, and a real model. Named to run last."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.engines import (
+    ARGUMENTS,
+    assert_came_from_outside,
+    complete,
+    complete_all,
+    post,
+    prompt,
+    prompt_tokens,
+    say,
+)
+
+from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
+from kvbus.local.model import smollm2
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
+async def test_unequal_tp_equals_the_reference(
+    model: Path, tmp_path: Path, reference: str, prefill_tp: int, decode_tp: int
+) -> None:
+    """K5."""
+    with Cluster(
+        model,
+        tmp_path,
+        arguments=ARGUMENTS,
+        prefill_arguments=["--tensor-parallel-size", str(prefill_tp)],
+        decode_arguments=["--tensor-parallel-size", str(decode_tp)],
+        say=say,
+    ) as cluster:
+        decode = cluster.engines["decode-0"].url
+        for tokens in (31, 33, 300, 1024):
+            ids = prompt(tokens, seed=50 + prefill_tp)
+            before = await prompt_tokens(decode)
+            got = await complete(cluster.url, ids)
+            assert got.tokens == (await complete(reference, ids)).tokens
+            assert_came_from_outside(await prompt_tokens(decode) - before, tokens)
+            assert len(cluster.observer.transfer(got.headers["X-KVBus-Transfer-Id"])) == prefill_tp
+        prompts = [prompt(100 + 50 * number, seed=60 + number) for number in range(6)]
+        expected = [(await complete(reference, ids)).tokens for ids in prompts]
+        assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
+
+
+CHATS = [
+    "What is the capital of France?",
+    "Name three primary colors.",
+    "Write a haiku about the sea.",
+]
+
+
+async def test_chat_with_the_real_model_equals_the_reference(tmp_path: Path) -> None:
+    folder = smollm2(say)
+    arguments = ("--max-model-len", "2048", "--seed", "1")
+    engine = Engine(EngineSpec("real-reference", folder, folder.name, arguments=arguments), tmp_path)
+    try:
+        wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
+        expected = [await chat(engine.url, folder.name, question) for question in CHATS]
+    finally:
+        engine.child.stop()
+    assert "Paris" in expected[0]["choices"][0]["message"]["content"]
+    with Cluster(folder, tmp_path, arguments=arguments, say=say) as cluster:
+        before = await prompt_tokens(cluster.engines["decode-0"].url)
+        got = [await chat(cluster.url, folder.name, question) for question in CHATS]
+        spent = await prompt_tokens(cluster.engines["decode-0"].url) - before
+    contents = [[answer["choices"][0]["message"]["content"] for answer in answers] for answers in (got, expected)]
+    assert contents[0] == contents[1]
+    assert_came_from_outside(spent, sum(answer["usage"]["prompt_tokens"] for answer in got))
+
+
+async def chat(url: str, model: str, question: str) -> dict[str, Any]:
+    request = {
+        "model": model,
+        "messages": [{"role": "user", "content": question}],
+        "max_tokens": 40,
+        "temperature": 0,
+    }
+    status, answer = await post(f"{url}/v1/chat/completions", request)
+    assert status == 200, answer
+    return answer
