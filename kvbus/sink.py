@@ -44,6 +44,9 @@ from kvbus.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
+# The bus's word of a transfer and its notification in memory arrive at about the same time: look again for so long.
+NEWS_FRESH_S = 0.03
+
 
 class SinkScheduler:
     """See the module's docstring.
@@ -56,7 +59,8 @@ class SinkScheduler:
         self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
         self._abandoned: deque[Abandon] = deque()
         self._registered: dict[str, tuple[float, str]] = {}
-        self.news = threading.Event()
+        self._news = threading.Event()
+        self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
         node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
@@ -108,6 +112,12 @@ class SinkScheduler:
         """Receives that were given up since the last call."""
         return [self._abandoned.popleft() for _ in range(len(self._abandoned))]
 
+    def wait_for_news(self, timeout_s: float) -> None:
+        """Return when a transfer has moved, or after ``timeout_s``; at once for a while after it has."""
+        if time.monotonic() - self._news_at > NEWS_FRESH_S:
+            self._news.clear()
+            self._news.wait(timeout_s)
+
     # The node's thread
 
     def next_deadline(self) -> float | None:
@@ -121,8 +131,7 @@ class SinkScheduler:
 
     def _hear_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         self._apply(message)
-        if not isinstance(message, TransferStarted):
-            self.news.set()
+        self._tell()
 
     def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         if heartbeat.role.prefills:
@@ -149,9 +158,13 @@ class SinkScheduler:
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)
                     self._registered.pop(request_id, None)
                     self._abandoned.append(effect)
-                    self.news.set()
+                    self._tell()
                 case Reject(reason):
                     self._node.counters.add(f"rejected: {reason}")
+
+    def _tell(self) -> None:
+        self._news_at = time.monotonic()
+        self._news.set()
 
     def _subject_of(self, message: Registration | Cancel, engine: str) -> str:
         subjects = self._node.subjects

@@ -79,10 +79,11 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             bus = NatsBus(config.servers, f"kvbus-{engine}-scheduler")
             self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid())
         else:
+            device = nixl_plane.current_device()
             self._worker = WorkerHalf(
                 config,
                 own,
-                lambda: nixl_plane.NixlPlane(vllm_config, engine, kv_cache_config),
+                lambda: nixl_plane.NixlPlane(vllm_config, engine, kv_cache_config, device),
                 lambda name: NatsBus(config.servers, name),
             )
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
@@ -28,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.platforms import current_platform
 
 from kvbus import blocks
 from kvbus.errors import PeerRefusedError, TransferRefusedError
@@ -55,6 +57,13 @@ INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("get_exchange_clipped_blocks", "_get_remote_prefill_token_count", "_truncate_request_for_prefill"),
     ),
 }
+
+
+def current_device() -> Any:
+    """The accelerator of the calling thread, None on CPU."""
+    if current_platform.device_type == "cpu":
+        return None
+    return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
 
 
 def check() -> None:
@@ -129,10 +138,16 @@ def _quiet_agent(vllm_config: Any) -> Iterator[None]:
 
 
 class NixlPlane:
-    """See the module's docstring, and ``kvbus.transport.Transport``."""
+    """See the module's docstring, and ``kvbus.transport.Transport``.
 
-    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+    Args:
+        device: the accelerator where the caches are, as :func:`current_device` of the worker's main thread says.
+    """
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, device: Any) -> None:
         check()
+        if device is not None:
+            current_platform.set_device(device)  # without a context in this thread UCX gives up its GPU transports
         # On CPU upstream binds the calling thread to a core that it keeps for transfers: this one, as it should be.
         self._upstream = _UpstreamWorker(vllm_config, engine_id, kv_cache_config)
         self.rank: int = self._upstream.tp_rank

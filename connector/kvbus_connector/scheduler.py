@@ -6,6 +6,7 @@ Called by EngineCore's thread only. Imports no vLLM: it is handed vLLM's objects
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_ATTEMPT = 1
 ADDRESS_RETRY_S = 0.25
+IDLE_WAIT_S = float(os.environ.get("KVBUS_IDLE_WAIT_S", "0.005"))
 
 
 class BlockRules(Protocol):
@@ -192,6 +194,10 @@ class SchedulerHalf:
         if self._prefilling:
             self._publish_progress(scheduled_tokens)
         plan, self._plan = self._plan, StepPlan()
+        if not scheduled_tokens and not plan and self._receiving:
+            # Nothing to run and nothing to say: vLLM would step a thousand times a second for as long as a prefill
+            # takes, on two processes that other engines may need the cores of.
+            self._sink.wait_for_news(IDLE_WAIT_S)
         return plan
 
     def step_done(self, received: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ SITES = {
     "msgpack": {"kvbus/messages.py"},
     "vllm": {"kvbus_connector/connector.py", "kvbus_connector/nixl_plane.py", "kvbus_connector/plugin.py"},
     "nixl": set(),
-    "torch": {"kvbus/local/model.py"},
+    "torch": {"kvbus/local/model.py", "kvbus_connector/nixl_plane.py"},
 }
 
 
