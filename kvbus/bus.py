@@ -101,6 +101,11 @@ class Bus(Protocol):
     ) -> None: ...
 
 
+def _without_credentials(server: str) -> str:
+    scheme, _, rest = server.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
 class NatsBus:
     """The :class:`Bus` over one NATS connection; see the module's docstring.
 
@@ -111,6 +116,7 @@ class NatsBus:
 
     def __init__(self, servers: list[str], name: str) -> None:
         self._servers, self._name = servers, name
+        self._shown = ", ".join(_without_credentials(server) for server in servers)
         self._counters = Counters()
         self._subscriptions: list[tuple[str, Callback | None, Handler | None]] = []
         self._watchers: list[Watcher] = []
@@ -209,14 +215,14 @@ class NatsBus:
                     complained = True
                     logger.warning(
                         "kvbus: no NATS server at %s (%s); trying again until there is one",
-                        ", ".join(self._servers),
+                        self._shown,
                         self._why or error or type(error).__name__,
                     )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 continue
             backoff_s, complained = 0.05, False
-            logger.info("kvbus: connected to NATS at %s", ", ".join(self._servers))
+            logger.info("kvbus: connected to NATS at %s", self._shown)
             try:
                 await self._keep(client, lost)
             finally:

@@ -30,7 +30,6 @@ class Config:
         dead_after_s: seconds of silence after which an engine is taken for gone.
         block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
         transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
-        trace: record OpenTelemetry spans (exported as the standard ``OTEL_*`` variables say).
     """
 
     nats_url: str
@@ -41,7 +40,6 @@ class Config:
     dead_after_s: float = 5.0
     block_lease_s: float = 30.0
     transfer_timeout_s: float = 600.0
-    trace: bool = True
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -102,7 +100,7 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
         return float(value)
     if wanted == tuple[str, ...] and isinstance(value, list | tuple):
         return tuple(value)
-    if wanted in (str, bool) and type(value) is wanted:
+    if wanted is str and isinstance(value, str):
         return value
-    names = {str: "text", bool: "true or false", float: "a number"}
+    names = {str: "text", float: "a number"}
     raise ConfigError(key, value, names.get(wanted, "a list of text"))

@@ -6,7 +6,6 @@ Called by EngineCore's thread only. Imports no vLLM: it is handed vLLM's objects
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -40,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FIRST_ATTEMPT = 1
 ADDRESS_RETRY_S = 0.25
-IDLE_WAIT_S = float(os.environ.get("KVBUS_IDLE_WAIT_S", "0.005"))
+IDLE_WAIT_S = 0.005
 
 
 class BlockRules(Protocol):

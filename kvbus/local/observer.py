@@ -22,7 +22,6 @@ class Observer:
 
     def __init__(self, config: Config) -> None:
         self.engines: dict[str, Heartbeat] = {}
-        self.joined: dict[str, int] = {}
         self.transfers: BoundedDict[str, list[TransferDone]] = BoundedDict(MAX_KEPT)
         self.failures: deque[TransferFailed] = deque(maxlen=MAX_KEPT)
         self._changed = threading.Condition()
@@ -55,10 +54,7 @@ class Observer:
     def _on_peer(self, change: Change) -> None:
         with self._changed:
             match change:
-                case PeerJoined(heartbeat):
-                    self.engines[heartbeat.engine] = heartbeat
-                    self.joined[heartbeat.engine] = self.joined.get(heartbeat.engine, 0) + 1
-                case PeerChanged(heartbeat):
+                case PeerJoined(heartbeat) | PeerChanged(heartbeat):
                     self.engines[heartbeat.engine] = heartbeat
                 case PeerLeft(engine, _, _, _):
                     self.engines.pop(engine, None)

@@ -87,7 +87,6 @@ def test_configuration_from_a_connector() -> None:
         ({"nats_url": "nats://h:99999"}, "nats_url", "a URL"),
         ({"nats_url": 5}, "nats_url", "text"),
         ({"nats_url": URL, "nats_ulr": "x"}, "nats_ulr", "the keys backends"),
-        ({"nats_url": URL, "trace": "yes"}, "trace", "true or false"),
         ({"nats_url": URL, "block_lease_s": "30"}, "block_lease_s", "a number"),
         ({"nats_url": URL, "block_lease_s": True}, "block_lease_s", "a number"),
         ({"nats_url": URL, "block_lease_s": 0}, "block_lease_s", "0.01 to 86400"),
