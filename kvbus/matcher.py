@@ -9,12 +9,13 @@ Pure: time is an argument (seconds, monotonic), whatever a peer can send is answ
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
 from kvbus import blocks
 from kvbus.bounded import BoundedDict, Deadlines
+from kvbus.lease import WRITE_LEASE_S, SourceLease
 from kvbus.matching import (
     Effect,
     Event,
@@ -34,10 +35,12 @@ from kvbus.matching import (
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    LeaseEcho,
     Message,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     TransferDone,
@@ -68,8 +71,13 @@ class _Transfer:
     registration: Registration | None = None
     registered_at: float = 0.0
     acknowledged: bool = False
+    bound: bool = False  # the registration was sent to this very incarnation: only then may it be written to
     writing_since: float | None = None
     cancel: Cancel | None = None
+
+    def forget(self) -> None:
+        """Forget the registration."""
+        self.registration, self.acknowledged, self.bound = None, False, False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,7 @@ class Matcher:
         block_lease_s: how long the blocks of a completed prefill wait for a registration, seconds.
         pool_hold_s: how long an unclaimed registration from the pool is kept, seconds. The decode engine re-sends it.
         registration_hold_s: how long an acknowledged registration waits for its prefill, seconds.
+        write_lease_s: see :mod:`kvbus.lease`.
     """
 
     def __init__(
@@ -100,6 +109,7 @@ class Matcher:
         block_lease_s: float = 30.0,
         pool_hold_s: float = 10.0,
         registration_hold_s: float = 600.0,
+        write_lease_s: float = WRITE_LEASE_S,
         max_transfers: int = MAX_TRANSFERS,
     ) -> None:
         self._engine, self._incarnation, self._rank, self._ranks = engine, incarnation, rank, ranks
@@ -107,6 +117,8 @@ class Matcher:
         self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
         self._transfers: dict[str, _Transfer] = {}
         self._sinks: dict[str, SinkJoined] = {}
+        self._lease = SourceLease(write_lease_s)
+        self._epochs: BoundedDict[tuple[str, int], int] = BoundedDict(MAX_SINKS)
         self._refused: BoundedDict[str, SinkRefused] = BoundedDict(MAX_SINKS)
         self._deadlines: Deadlines[str] = Deadlines()
         self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
@@ -152,6 +164,13 @@ class Matcher:
                 return self._leave(event)
             case SinkRefused():
                 return self._refuse(event)
+            case LeaseEcho():
+                renewed = self._renew(event, now)
+                return self._match_all(event.sink_engine, now) if renewed else [Reject("stale epoch")]
+
+    def pulse(self, now: float) -> Pulse:
+        """The pulse to send now; see :mod:`kvbus.lease`."""
+        return Pulse(self._engine, self._incarnation, self._rank, self._lease.pulse(now))
 
     def tick(self, now: float) -> list[Effect]:
         """End what has waited too long: completions without registration, and registrations without prefill."""
@@ -168,6 +187,11 @@ class Matcher:
         return effects
 
     def _register(self, registration: Registration, now: float, *, direct: bool) -> list[Effect]:
+        if registration.source_incarnation not in (0, self._incarnation):
+            return [Reject("for another incarnation")]
+        if not self._renew(registration, now):
+            return [Reject("stale epoch")]
+        bound = direct and registration.source_incarnation == self._incarnation
         key = registration.transfer_id
         sink = self._sinks.get(registration.sink_engine)
         if sink is not None and registration.sink_incarnation < sink.incarnation:
@@ -176,21 +200,28 @@ class Matcher:
         if refused is not None and refused.incarnation == registration.sink_incarnation:
             return [self._ack(registration, refused=refused.reason)] if direct else [Reject("unfit sink")]
         if tombstone := self._tombstones.get(key):
-            return self._register_late(registration, tombstone)
+            return self._register_late(registration, tombstone, direct=direct)
         transfer = self._transfers.get(key)
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
                 return [self._ack(registration, refused="full")] if direct else [Reject("full")]
             transfer = self._transfers[key] = _Transfer()
-        if held := transfer.registration:
-            if held == registration:  # re-sent, because it or its acknowledgement was lost or is still under way
-                return [self._ack(registration)] if transfer.acknowledged else [Reject("duplicate registration")]
-            if registration.attempt <= held.attempt:
+        held = transfer.registration
+        same = held is not None and _same(held, registration)
+        if held is not None:
+            if same and (transfer.bound or not bound):
+                transfer.registration = registration
+                # Re-sent, because it or its acknowledgement was lost or is still under way.
+                again: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
+                return again + self._match(key, transfer, now) or [Reject("duplicate registration")]
+            if not same and registration.attempt <= held.attempt:
                 return [Reject("stale attempt")]
             if transfer.writing_since is not None:
                 # The old attempt's WRITE cannot be taken back; the new one is re-sent until it has ended.
                 return [Reject("write in progress")]
-        transfer.registration, transfer.registered_at = registration, now
+        if not same:
+            transfer.registered_at = now
+        transfer.registration, transfer.bound = registration, bound
         transfer.acknowledged = direct or transfer.announced or transfer.completion is not None
         effects: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
         if sink is None or sink.incarnation < registration.sink_incarnation:
@@ -200,7 +231,9 @@ class Matcher:
             self._deadlines.set(key, now + hold)
         return effects + self._match(key, transfer, now)
 
-    def _register_late(self, registration: Registration, tombstone: _Tombstone) -> list[Effect]:
+    def _register_late(self, registration: Registration, tombstone: _Tombstone, *, direct: bool) -> list[Effect]:
+        if tombstone.outcome is Outcome.CANCELLED and not direct:
+            return [Reject("late registration")]  # a cancel to the pool is remembered by engines that it did not mean
         same = registration.attempt == tombstone.attempt and registration.sink_engine == tombstone.sink
         if same and tombstone.reply is not None:
             return [Send(registration.sink_engine, tombstone.reply)]
@@ -263,13 +296,15 @@ class Matcher:
 
     def _match(self, key: str, transfer: _Transfer, now: float) -> list[Effect]:
         registration, completion = transfer.registration, transfer.completion
-        if registration is None or completion is None or transfer.writing_since is not None:
+        if registration is None or completion is None or not transfer.bound or transfer.writing_since is not None:
             return []
         sink = self._sinks.get(registration.sink_engine)
         if sink is None or sink.incarnation != registration.sink_incarnation:
             return []  # SinkJoined matches again
         if reason := _mismatch(registration, completion, sink):
             return self._end(key, transfer, Outcome.FAILED, reason)
+        if now > self._lease.until(sink.engine, sink.incarnation):
+            return []  # LeaseEcho matches again
         transfer.writing_since = now
         self._deadlines.drop(key)
         job = WriteJob(
@@ -324,7 +359,7 @@ class Matcher:
             return [self._cancel_ack(cancel)] if known or direct else [Reject("foreign cancel")]
         if cancel.release:
             return [*self._bury(cancel.transfer_id, transfer, Outcome.CANCELLED, None), self._cancel_ack(cancel)]
-        transfer.registration, transfer.acknowledged = None, False
+        transfer.forget()
         return [self._cancel_ack(cancel)]
 
     def _join(self, sink: SinkJoined, now: float) -> list[Effect]:
@@ -333,16 +368,39 @@ class Matcher:
             return [Reject("stale incarnation")]
         self._sinks[sink.engine] = sink
         self._refused.pop(sink.engine, None)
-        effects: list[Effect] = []
-        for key, transfer in list(self._transfers.items()):
+        for transfer in self._transfers.values():
             registration = transfer.registration
             if registration is None or registration.sink_engine != sink.engine:
                 continue
             if registration.sink_incarnation < sink.incarnation and transfer.writing_since is None:
-                transfer.registration, transfer.acknowledged = None, False
-            else:
+                transfer.forget()
+        return self._match_all(sink.engine, now)
+
+    def _match_all(self, sink: str, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        for key, transfer in list(self._transfers.items()):
+            if transfer.registration is not None and transfer.registration.sink_engine == sink:
                 effects += self._match(key, transfer, now)
         return effects
+
+    def _renew(self, heard: Registration | LeaseEcho, now: float) -> bool:
+        """Take the echoes in ``heard``, after forgetting what older epochs registered; False if it is of one itself."""
+        key = (heard.sink_engine, heard.sink_incarnation)
+        epoch = self._epochs.get(key, 0)
+        if heard.epoch < epoch:
+            return False
+        if heard.epoch > epoch:
+            self._epochs[key] = heard.epoch
+            for transfer in self._transfers.values():
+                held = transfer.registration
+                if held is None or transfer.writing_since is not None or held.epoch >= heard.epoch:
+                    continue
+                if (held.sink_engine, held.sink_incarnation) == key:
+                    transfer.forget()
+        for engine, born, rank, number in heard.echoes:
+            if (engine, born, rank) == (self._engine, self._incarnation, self._rank):
+                self._lease.echoed(heard.sink_engine, heard.sink_incarnation, number)
+        return True
 
     def _leave(self, left: SinkLeft) -> list[Effect]:
         known = self._sinks.get(left.engine)
@@ -353,7 +411,7 @@ class Matcher:
             if registration is None or registration.sink_engine != left.engine or transfer.writing_since is not None:
                 continue
             if registration.sink_incarnation <= left.incarnation:
-                transfer.registration, transfer.acknowledged = None, False
+                transfer.forget()
         return []
 
     def _refuse(self, refused: SinkRefused) -> list[Effect]:
@@ -364,8 +422,8 @@ class Matcher:
             if registration is None or registration.sink_engine != refused.engine:
                 continue
             if registration.sink_incarnation == refused.incarnation and transfer.writing_since is None:
-                transfer.registration, acknowledged = None, transfer.acknowledged
-                transfer.acknowledged = False
+                acknowledged = transfer.acknowledged
+                transfer.forget()
                 if acknowledged:
                     effects.append(self._ack(registration, refused=refused.reason))
         return effects
@@ -413,6 +471,12 @@ class Matcher:
 
     def _cancel_ack(self, cancel: Cancel) -> Send:
         return Send(cancel.sink_engine, CancelAck(**self._about(cancel)))
+
+
+def _same(held: Registration, again: Registration) -> bool:
+    """Whether it is the same registration sent again: only what belongs to the sending may differ."""
+    sending = {name: getattr(held, name) for name in ("source_incarnation", "echoes", "epoch")}
+    return replace(again, **sending) == held
 
 
 def _mismatch(registration: Registration, completion: PrefillCompleted, sink: SinkJoined) -> str:

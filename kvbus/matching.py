@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbus.blocks import BlockRuns
-from kvbus.messages import Cancel, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
+from kvbus.messages import Cancel, LeaseEcho, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,7 @@ Event = (
     | SinkLeft
     | SinkRefused
     | WriteEnded
+    | LeaseEcho
 )
 
 

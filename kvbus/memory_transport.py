@@ -70,6 +70,9 @@ class MemoryTransport:
 
     def drop_peer(self, engine: str) -> None:
         self._peers.pop(engine, None)
+        broken = [each for each in self._posted if each[0].sink_engine == engine]
+        self._posted = [each for each in self._posted if each[0].sink_engine != engine]
+        self._ended += [(job, notification, "disconnected") for job, notification, _ in broken]
 
     def post(self, job: WriteJob, notification: str) -> None:
         if job.sink_engine not in self._peers:
@@ -103,7 +106,7 @@ class MemoryTransport:
 
     def _write(self, job: WriteJob, notification: str, failure: str) -> WriteEnded:
         if failure:
-            return WriteEnded(job.transfer_id, job.attempt, failure="told to")
+            return WriteEnded(job.transfer_id, job.attempt, failure=failure)
         nbytes = 0
         for rank in self.peer_ranks(self._peers[job.sink_engine]):
             target = self._fabric.memories[job.sink_engine, rank]

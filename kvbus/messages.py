@@ -32,6 +32,7 @@ MAX_GROUPS = 64
 MAX_RUNS = 1 << 16
 MAX_BLOCKS = 1 << 20
 MAX_PAIRS = 64
+MAX_ECHOES = 1024
 _MAX_INT = (1 << 63) - 1
 
 
@@ -60,6 +61,8 @@ class State(StrEnum):
 
 
 Pairs = tuple[tuple[str, str], ...]
+Echoes = tuple[tuple[str, int, int, int], ...]
+"""``(prefill engine, its incarnation, rank, pulse number)``: see :mod:`kvbus.lease`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,8 @@ class Registration(_FromSink):
     """The blocks that a decode engine has allocated for the KV of a prompt.
 
     ``blocks`` holds only those still to be filled, the prompt's last ones; ``request_id`` is the decode engine's.
+    ``source_incarnation`` is that of the prefill engine it was sent to: only this one may write; 0 while it is unknown.
+    ``echoes`` and ``epoch``: see :mod:`kvbus.lease`.
     """
 
     KIND = "reg"
@@ -97,6 +102,9 @@ class Registration(_FromSink):
     prompt_tokens: int
     cached_tokens: int = 0
     traceparent: str = ""
+    source_incarnation: int = 0
+    echoes: Echoes = ()
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +240,30 @@ class Heartbeat(Message):
     total_blocks: int = 0
     requests: int = 0
     compat: Pairs = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pulse(Message):
+    """A prefill rank is alive; ``number`` is what a decode engine echoes."""
+
+    KIND = "pulse"
+
+    source_engine: str
+    source_incarnation: int
+    rank: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEcho(Message):
+    """A decode engine has heard these pulses, and wants what it registered in this epoch (:mod:`kvbus.lease`)."""
+
+    KIND = "echo"
+
+    sink_engine: str
+    sink_incarnation: int
+    echoes: Echoes
+    epoch: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +425,18 @@ def _runs(name: str, value: object) -> BlockRuns:
     return tuple(groups)
 
 
+def _echoes(name: str, value: object) -> Echoes:
+    wanted = f"at most {MAX_ECHOES} echoes [engine, incarnation, rank, number]"
+    echoes: list[tuple[str, int, int, int]] = []
+    for item in _sequence(name, value, MAX_ECHOES, wanted):
+        engine, *numbers = _sequence(name, item, 4, wanted) or ("",)
+        if len(numbers) != 3:
+            raise _bad(name, value, wanted)
+        incarnation, rank, number = (_integer(name, each) for each in numbers)
+        echoes.append((_text(name, engine), incarnation, rank, number))
+    return tuple(echoes)
+
+
 def _is_run(first: int, length: int) -> bool:
     return 0 <= first <= _MAX_INT and 0 < length <= MAX_BLOCKS
 
@@ -415,6 +459,7 @@ _CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     State: _state,
     BlockRuns: _runs,
     Pairs: _pairs,
+    Echoes: _echoes,
 }
 
 

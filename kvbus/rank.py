@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvbus.arrivals import Arrivals, Arrived, Landed
 from kvbus.errors import PeerRefusedError, TransferRefusedError
+from kvbus.lease import MAX_WRITE_S
 from kvbus.matcher import Matcher
 from kvbus.matching import (
     Effect,
@@ -92,6 +93,9 @@ class Rank:
         publish: sends a message to the decode engine named; called from the driving thread.
         introduce: asks for the metadata of a decode engine that is not known yet; likewise.
         clock: monotonic seconds.
+        pulse_interval_s: how often to send a pulse, seconds; None for a rank that writes nothing.
+        first_pulse_at: not before this time of ``clock``: see :mod:`kvbus.lease`, 6.
+        max_write_s: see :mod:`kvbus.lease`.
     """
 
     def __init__(
@@ -106,10 +110,16 @@ class Rank:
         clock: Callable[[], float],
         counters: Counters,
         recorder: Recorder,
+        pulse_interval_s: float | None = None,
+        first_pulse_at: float = 0.0,
+        max_write_s: float = MAX_WRITE_S,
     ) -> None:
         self._matcher, self._transport, self._rank, self._ranks = matcher, transport, rank, ranks
         self._publish, self._introduce, self._clock = publish, introduce, clock
         self._counters, self._recorder = counters, recorder
+        self._pulse_interval_s, self._max_write_s = pulse_interval_s, max_write_s
+        self._pulse_at = first_pulse_at
+        self._overdue: set[str] = set()
         self._arrivals = Arrivals()
         self._peer_tp: dict[str, int] = {}
         self._leaving: dict[str, SinkLeft] = {}
@@ -155,10 +165,17 @@ class Rank:
         now = self._clock()
         if (deadline := self._matcher.next_deadline()) is not None and deadline <= now:
             self._perform(self._matcher.tick(now))
+        if self._pulse_interval_s is not None and now >= self._pulse_at:
+            self._pulse_at = now + self._pulse_interval_s
+            self._publish("", self._matcher.pulse(now))
         if self._writes:
+            self._drop_overdue(now)
             for ended in self._transport.poll():
                 self._end_write(ended)
             self._drop_left()
+            for engine in [each for each in self._overdue if not self._writes_into(each)]:
+                self._overdue.discard(engine)
+                self._introduce(engine)
         if self._arrivals or self._landing or now < self._greeting_until:
             for text in self._transport.notifications():
                 self._land(text)
@@ -167,9 +184,24 @@ class Rank:
     def close(self) -> None:
         self._transport.close()
 
+    def _drop_overdue(self, now: float) -> None:
+        """Rule F3: no WRITE runs longer than ``max_write_s``; the peer is disconnected instead, and met anew."""
+        for job, posted in list(self._writes.values()):
+            if now - posted > self._max_write_s and job.sink_engine not in self._overdue:
+                self._counters.add("writes_overdue")
+                logger.error(
+                    "kvbus: a WRITE into %s has run for %.1f s; disconnecting from it", job.sink_engine, now - posted
+                )
+                self._overdue.add(job.sink_engine)
+                self._peer_tp.pop(job.sink_engine, None)
+                self._transport.drop_peer(job.sink_engine)
+                self._perform(self._matcher.apply(SinkLeft(job.sink_engine, job.sink_incarnation), now))
+
     def _next_poll(self) -> float | None:
         now = self._clock()
         waits: list[float] = []
+        if self._pulse_interval_s is not None:
+            waits.append(max(self._pulse_at - now, 0.0))
         since = [posted for _, posted in self._writes.values()] + list(self._landing.values())
         if since:
             waits.append(min(max((now - max(since)) / 10, MIN_POLL_S), MAX_POLL_S))
@@ -250,9 +282,8 @@ class Rank:
         self._counters.add(f"late_side_{done.late_side}")
 
     def _add_peer(self, peer: AddPeer, now: float) -> None:
-        if any(job.sink_engine == peer.engine for job, _ in self._writes.values()):
-            # Its older incarnation's WRITEs must end first; its next heartbeats ask again.
-            self._counters.add("peer_busy")
+        if self._writes_into(peer.engine):
+            self._overdue.add(peer.engine)  # its older incarnation's WRITEs must end first; then it is met anew
             return
         self._transport.drop_peer(peer.engine)
         try:
@@ -268,10 +299,13 @@ class Rank:
         logger.info("kvbus: decode engine %s can be written to (%d blocks)", peer.engine, num_blocks)
         self._perform(self._matcher.apply(SinkJoined(peer.engine, peer.incarnation, num_blocks), now))
 
+    def _writes_into(self, engine: str) -> bool:
+        return any(job.sink_engine == engine for job, _ in self._writes.values())
+
     def _drop_left(self) -> None:
         """Forget peers that left, once no WRITE into them is outstanding."""
         for engine in list(self._leaving):
-            if not any(job.sink_engine == engine for job, _ in self._writes.values()):
+            if not self._writes_into(engine):
                 del self._leaving[engine]
                 self._peer_tp.pop(engine, None)
                 self._transport.drop_peer(engine)

@@ -1,24 +1,27 @@
 """The registrar: a decode engine's registrations, from allocation until vLLM may have the blocks back.
 
-The one rule: a registration ends in :class:`Abandon` only when every prefill rank that acknowledged it has said done,
-failed or cancel-acknowledged, or its engine is gone. Until then the blocks may still be written.
+The one rule: a registration ends in :class:`Abandon` only when every prefill rank that may write into it has said done,
+failed or cancel-acknowledged, or its write lease has certainly run out. Until then the blocks may still be written.
 
 Pure; times are seconds on a monotonic clock. Called by :class:`kvbus.sink.SinkScheduler` only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from kvbus.bounded import Deadlines
+from kvbus.lease import SinkLease
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Echoes,
     Heartbeat,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     TransferDone,
@@ -28,6 +31,7 @@ from kvbus.messages import (
 
 FIRST_RESEND_S = 0.25
 MAX_RESEND_S = 2.0
+BUS_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +58,15 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class SourceLeft:
-    """This incarnation of a prefill engine is gone; none of its WRITEs can still arrive."""
+    """This incarnation of a prefill engine is gone: it will answer nothing any more."""
 
     engine: str
     incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class BusLost:
+    """The bus is away: nobody can be asked, and no lease is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ FromSource = (
     | PrefillCompleted
     | PrefillFailed
 )
-Event = Register | Received | Aborted | SourceLeft | BusBack | Heartbeat | FromSource
+Event = Register | Received | Aborted | SourceLeft | BusLost | BusBack | Heartbeat | Pulse | FromSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +93,14 @@ class Publish:
 
     engine: str
     message: Registration | Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Publish these echoes to the prefill ranks."""
+
+    echoes: Echoes
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +118,17 @@ class Reject:
     reason: str
 
 
-Effect = Publish | Abandon | Reject
+Effect = Publish | Echo | Abandon | Reject
 
 
 class Phase(Enum):
     REGISTERED = "registered"  # sent, and sent again until every rank has acknowledged
     HELD = "held"  # by every rank of one prefill engine
-    CANCELLING = "cancelling"  # the blocks wait for the ranks that may still write
+    CANCELLING = "cancelling"  # the blocks wait for the ranks that may still write to say that they will not
+    FENCING = "fencing"  # nobody answers: the blocks wait until every write lease has run out
+
+
+_GIVING_UP = (Phase.CANCELLING, Phase.FENCING)
 
 
 @dataclass(slots=True)
@@ -118,6 +139,7 @@ class _Receive:
     give_up_at: float
     phase: Phase = Phase.REGISTERED
     incarnation: int = 0
+    sent_to: int = 0  # the incarnation that was last given the right to write
     ranks: int = 0
     acknowledged: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -131,19 +153,24 @@ class Registrar:
     """The table of registrations of one decode engine; see the module's docstring.
 
     Args:
+        lease: what this engine heard of prefill ranks and echoed.
         patience_s: how long a registration waits for its prefill engine to know of the request, and later for a sign
             of life from it, seconds.
         transfer_timeout_s: the longest any registration waits, seconds.
-        cancel_timeout_s: how long a cancel waits for its acknowledgement, seconds.
+        cancel_timeout_s: how long a cancel waits for its acknowledgement before the lease decides, seconds.
     """
 
     def __init__(
         self,
         *,
+        lease: SinkLease | None = None,
         patience_s: float = 60.0,
         transfer_timeout_s: float = 600.0,
-        cancel_timeout_s: float = 10.0,
+        cancel_timeout_s: float = 2.0,
     ) -> None:
+        self._lease = lease or SinkLease()
+        self._bus_up = True
+        self._epoch = 0
         self._patience_s, self._transfer_timeout_s = patience_s, transfer_timeout_s
         self._cancel_timeout_s = cancel_timeout_s
         self._receives: dict[str, _Receive] = {}
@@ -168,10 +195,14 @@ class Registrar:
                 return self._cancel(receive, "aborted", now) if receive else [Reject("abort of unknown request")]
             case SourceLeft():
                 return self._source_left(event, now)
+            case Pulse():
+                return self._hear_pulse(event, now)
             case Heartbeat():
                 return self._heartbeat(event, now)
+            case BusLost():
+                return self._lose_bus(now)
             case BusBack():
-                return [self._publish(receive, now) for receive in self._receives.values()]
+                return self._regain_bus(now)
             case _:
                 receive = self._receives.get(self._by_transfer.get(event.transfer_id, ""))
                 if receive is None:
@@ -182,13 +213,34 @@ class Registrar:
         effects: list[Effect] = []
         for request_id in self._timers.pop_due(now):
             receive = self._receives[request_id]
-            if now < min(receive.patience_until, receive.give_up_at):
+            if receive.phase is Phase.FENCING:
+                effects += self._fence(receive, now)
+            elif not self._bus_up:
+                receive.reason = receive.reason or "the bus is away"
+                effects += self._begin_fence(receive, now)
+            elif now < min(receive.patience_until, receive.give_up_at):
                 effects += [self._publish(receive, now)] if receive.phase is not Phase.HELD else []
                 self._arm(receive)
             elif receive.phase is Phase.CANCELLING:
-                effects += self._abandon(receive, f"{receive.reason}; cancel not acknowledged")
+                effects += self._begin_fence(receive, now)
             else:
                 effects += self._cancel(receive, self._why_late(receive), now)
+        return effects
+
+    def _lose_bus(self, now: float) -> list[Effect]:
+        self._bus_up = False
+        for receive in self._receives.values():
+            if receive.phase is not Phase.FENCING:
+                self._timers.set(receive.registration.request_id, now + BUS_PATIENCE_S)
+        return []
+
+    def _regain_bus(self, now: float) -> list[Effect]:
+        self._bus_up = True
+        effects: list[Effect] = []
+        for receive in self._receives.values():
+            if receive.phase is not Phase.FENCING:
+                effects.append(self._publish(receive, now))
+                self._arm(receive)
         return effects
 
     def _register(self, event: Register, now: float) -> list[Effect]:
@@ -225,21 +277,24 @@ class Registrar:
         match event:
             case RegistrationAck(refused=reason) if reason:
                 receive.ended.add(event.rank)
-                effects = self._cancel(receive, f"refused: {reason}", now)
+                effects += self._cancel(receive, f"refused: {reason}", now)
             case TransferFailed(reason=reason):
                 receive.ended.add(event.rank)
-                effects = self._cancel(receive, reason, now)
+                effects += self._cancel(receive, reason, now)
             case TransferDone() | CancelAck():
                 receive.ended.add(event.rank)
             case _:
                 pass
+        if receive.phase is Phase.REGISTERED and receive.sent_to != receive.incarnation:
+            effects.append(self._publish(receive, now))  # to this very incarnation: only that lets it write
         if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:
             receive.phase = Phase.HELD
         if receive.registration.request_id not in self._receives:
             return effects
-        if receive.phase is Phase.CANCELLING and len(receive.ended) == receive.ranks:
-            return [*effects, *self._abandon(receive, receive.reason)]
-        self._arm(receive)
+        if receive.phase in _GIVING_UP and len(receive.ended) == receive.ranks:
+            return [*effects, *self._fence(receive, now)]
+        if receive.phase is not Phase.FENCING:
+            self._arm(receive)
         return effects
 
     def _from_prefill(
@@ -250,8 +305,9 @@ class Registrar:
         if isinstance(event, PrefillFailed):
             return self._cancel(receive, f"prefill failed: {event.reason}", now)
         receive.claimed = True
-        receive.patience_until = max(receive.patience_until, now + self._patience_s)
-        self._arm(receive)
+        if receive.phase not in _GIVING_UP:
+            receive.patience_until = max(receive.patience_until, now + self._patience_s)
+            self._arm(receive)
         return []
 
     def _heartbeat(self, heartbeat: Heartbeat, now: float) -> list[Effect]:
@@ -261,26 +317,62 @@ class Registrar:
                 receive.patience_until = max(receive.patience_until, now + self._patience_s)
         return []
 
+    def _hear_pulse(self, pulse: Pulse, now: float) -> list[Effect]:
+        """Remember it, and echo it if this rank may have something to write for us."""
+        self._lease.hear((pulse.source_engine, pulse.source_incarnation, pulse.rank), pulse.number, now)
+        wanted = any(
+            receive.engine == pulse.source_engine and receive.phase is not Phase.FENCING
+            for receive in self._receives.values()
+        )
+        echoes = self._lease.echo(pulse.source_engine, self._silenced()) if wanted else ()
+        return [Echo(echoes, self._epoch)] if echoes else []
+
     def _source_left(self, left: SourceLeft, now: float) -> list[Effect]:
         effects: list[Effect] = []
         for receive in list(self._receives.values()):
             if receive.engine != left.engine or receive.incarnation > left.incarnation:
                 continue
-            effects += self._abandon(receive, receive.reason or "prefill engine left")
+            if receive.phase is not Phase.FENCING:
+                receive.reason = receive.reason or "prefill engine left"
+                effects += self._begin_fence(receive, now)
+        self._lease.forget(left.engine, left.incarnation, now)
         return effects
 
     def _cancel(self, receive: _Receive, reason: str, now: float) -> list[Effect]:
-        if receive.phase is Phase.CANCELLING:
+        if receive.phase in _GIVING_UP:
             return []
         receive.phase, receive.reason = Phase.CANCELLING, reason
         receive.patience_until = now + self._cancel_timeout_s
         receive.give_up_at = receive.patience_until
         receive.resend_s = FIRST_RESEND_S
         if receive.ranks and len(receive.ended) == receive.ranks:
-            return self._abandon(receive, reason)
+            return self._fence(receive, now)
         effects: list[Effect] = [self._publish(receive, now)]
         self._arm(receive)
         return effects
+
+    def _begin_fence(self, receive: _Receive, now: float) -> list[Effect]:
+        """Nobody answers: stop echoing to whoever may write here, and wait until their leases have run out."""
+        receive.phase = Phase.FENCING
+        return self._fence(receive, now)
+
+    def _fence(self, receive: _Receive, now: float) -> list[Effect]:
+        """Give up if no rank can be writing here: ranks that answered, and those whose lease has run out, cannot."""
+        # To the pool no right to write is given: only a registration sent to an engine itself is one.
+        safe_at = self._lease.safe_at(receive.engine, receive.incarnation, receive.ended) if receive.engine else now
+        if now < safe_at:
+            receive.phase = Phase.FENCING
+            self._timers.set(receive.registration.request_id, safe_at)
+            return []
+        if receive.ranks and len(receive.ended) == receive.ranks:
+            return self._abandon(receive, receive.reason)
+        self._epoch += 1  # whoever still holds this registration shall forget it before it may write again
+        given_up = self._abandon(receive, f"{receive.reason}; unanswered, fenced by the write lease")
+        return given_up + [self._publish(live, now) for live in self._receives.values() if live.phase not in _GIVING_UP]
+
+    def _silenced(self) -> set[str]:
+        """Engines that get no echo, because a receive waits for their lease to run out."""
+        return {receive.engine for receive in self._receives.values() if receive.phase is Phase.FENCING}
 
     def _abandon(self, receive: _Receive, reason: str) -> list[Effect]:
         self._forget(receive.registration.request_id)
@@ -298,8 +390,13 @@ class Registrar:
         receive.resend_at = now + receive.resend_s
         receive.resend_s = min(2 * receive.resend_s, MAX_RESEND_S)
         registration = receive.registration
-        if receive.phase is not Phase.CANCELLING:
-            return Publish(receive.engine, registration)
+        if receive.phase not in _GIVING_UP:
+            if not receive.engine:
+                return Publish("", replace(registration, epoch=self._epoch))
+            receive.sent_to = receive.incarnation or self._lease.incarnation(receive.engine)
+            echoes = self._lease.echo(receive.engine, self._silenced())
+            sent = replace(registration, source_incarnation=receive.sent_to, echoes=echoes, epoch=self._epoch)
+            return Publish(receive.engine, sent)
         cancel = Cancel(
             registration.transfer_id,
             registration.attempt,

@@ -15,11 +15,13 @@ from kvbus.messages import (
     Cancel,
     CancelAck,
     Heartbeat,
+    LeaseEcho,
     MetadataReply,
     MetadataRequest,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     TransferDone,
@@ -31,6 +33,8 @@ from kvbus.registrar import (
     Abandon,
     Aborted,
     BusBack,
+    BusLost,
+    Echo,
     Effect,
     Event,
     Publish,
@@ -67,6 +71,7 @@ class SinkScheduler:
         node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
         node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
         node.listen(subjects.heartbeats("*", "*"), Heartbeat, self._hear_heartbeat)
+        node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
 
@@ -145,14 +150,16 @@ class SinkScheduler:
                 pass
 
     def _on_bus(self, connected: bool) -> None:
-        if connected:
-            self._apply(BusBack())
+        self._apply(BusBack() if connected else BusLost())
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Publish(engine, message):
                     self._node.publish(self._subject_of(message, engine), message)
+                case Echo(echoes, epoch):
+                    echo = LeaseEcho(self._own.engine, self._own.incarnation, echoes, epoch)
+                    self._node.publish(self._node.subjects.echoes, echo)
                 case Abandon(request_id, reason):
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)

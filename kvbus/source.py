@@ -16,12 +16,14 @@ from kvbus.messages import (
     Cancel,
     CancelAck,
     Heartbeat,
+    LeaseEcho,
     Message,
     MetadataReply,
     MetadataRequest,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     Role,
@@ -64,6 +66,7 @@ class RankNode:
             node.listen(subjects.pool, Registration, lambda message: submit(PooledRegistration(message)))
             node.listen(subjects.cancels(me), Cancel, submit)
             node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
+            node.listen(subjects.echoes, LeaseEcho, submit)
             node.listen(subjects.prefill(me), (PrefillProgress, PrefillCompleted, PrefillFailed), submit)
         if own.role is not Role.PREFILL:
             # Whoever asks for this rank's metadata is about to make contact.
@@ -72,8 +75,11 @@ class RankNode:
         node.watch_peers(self._on_peer)
 
     def publish(self, engine: str, message: Message) -> None:
-        """Send what the matcher says to a decode engine. Any thread."""
+        """Send what the rank says, to the decode engine ``engine`` or, if it is empty, to all. Any thread."""
         subjects = self._node.subjects
+        if isinstance(message, Pulse):
+            self._node.publish(subjects.pulses(self._own.engine), message)
+            return
         is_ack = isinstance(message, RegistrationAck | CancelAck)
         self._node.publish(subjects.acks(engine) if is_ack else subjects.transfers(engine), message)
 

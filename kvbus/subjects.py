@@ -71,6 +71,15 @@ class Subjects:
     def heartbeats(self, role: str, engine: str) -> str:
         return self._of(f"hb.{role}.{engine}")
 
+    def pulses(self, engine: str) -> str:
+        """Pulses of the ranks of the prefill engine ``engine``."""
+        return self._of(f"pulse.{engine}")
+
+    @property
+    def echoes(self) -> str:
+        """Echoes of pulses, for all prefill ranks."""
+        return self._of("echo")
+
     @property
     def who(self) -> str:
         return self._of("who")

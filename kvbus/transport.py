@@ -34,7 +34,7 @@ class Transport(Protocol):
         ...
 
     def drop_peer(self, engine: str) -> None:
-        """Forget a peer; never called while a WRITE into it is posted. Unknown peers are ignored."""
+        """Forget a peer and disconnect from it; WRITEs that are posted into it fail. Unknown peers are ignored."""
         ...
 
     def post(self, job: WriteJob, notification: str) -> None:

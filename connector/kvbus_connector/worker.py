@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from kvbus.bus import Bus
 from kvbus.config import Config
+from kvbus.lease import TERM_S
 from kvbus.matcher import Matcher
 from kvbus.membership import Membership
 from kvbus.messages import Heartbeat
@@ -100,6 +101,8 @@ class WorkerHalf:
             clock=time.monotonic,
             counters=self._counters,
             recorder=self._recorder,
+            pulse_interval_s=self._config.heartbeat_interval_s if own.role.prefills else None,
+            first_pulse_at=time.monotonic() + own.incarnation / 1e9 + TERM_S - time.time(),
         )
         self._writer.drive(self._rank)
         node.start()

@@ -26,9 +26,11 @@ from kvbus.matching import (
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    LeaseEcho,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     TransferDone,
@@ -38,7 +40,8 @@ from kvbus.messages import (
 
 SOURCE = {"transfer_id": "t", "source_engine": "P", "source_incarnation": 5}
 RANK = {**SOURCE, "attempt": 1, "rank": 0, "ranks": 1, "request_id": "d1"}
-REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)
+POOLED = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)
+REGISTRATION = replace(POOLED, source_incarnation=5)
 COMPLETED = PrefillCompleted(**SOURCE, request_id="p1", blocks=(((0, 3),),), tokens=96)
 FAILED = PrefillFailed(**SOURCE, request_id="p1", reason="aborted")
 PROGRESS = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
@@ -49,6 +52,7 @@ CANCEL_ACK = Send("D", CancelAck(**RANK))
 STARTED = Send("D", TransferStarted(**RANK))
 POST = PostWrite(WriteJob("t", 1, "p1", (((0, 3),),), "D", 7, "d1", (((10, 3),),)))
 RELEASE = ReleaseBlocks("p1")
+FOREVER: dict[str, Any] = {"write_lease_s": 1e9}
 
 
 def refusal(reason: str, **changes: Any) -> Effect:
@@ -61,7 +65,14 @@ def failure(reason: str) -> Effect:
 
 @pytest.fixture
 def matcher() -> Matcher:
-    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, block_lease_s=30, pool_hold_s=10)
+    """It may write into D and E for ever: the lease has tests of its own below."""
+    return leased(Matcher(engine="P", incarnation=5, rank=0, ranks=1, block_lease_s=30, pool_hold_s=10, **FOREVER))
+
+
+def leased(matcher: Matcher) -> Matcher:
+    assert matcher.pulse(0.0) == Pulse("P", 5, 0, 1)
+    for sink in ("D", "E"):
+        assert matcher.apply(LeaseEcho(sink, 7, (("P", 5, 0, 1),)), 0.0) == []
     assert matcher.apply(JOINED, 0.0) == []
     return matcher
 
@@ -98,27 +109,55 @@ def test_both_twice_are_joined_once(matcher: Matcher) -> None:
 
 
 def test_the_match_waits_for_the_sinks_memory() -> None:
-    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1)
-    assert matcher.apply(REGISTRATION, 1.0) == [ACK, Introduce("D")]
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, **FOREVER)
+    matcher.pulse(0.0)
+    assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.0) == [ACK, Introduce("D")]
     assert matcher.apply(COMPLETED, 2.0) == []
     assert matcher.apply(SinkJoined("D", 6, 64), 2.5) == [], "an older incarnation"
     assert matcher.apply(JOINED, 3.0) == [POST, STARTED]
 
 
 def test_a_pooled_registration_is_answered_by_the_engine_that_has_the_transfer(matcher: Matcher) -> None:
-    assert matcher.apply(PooledRegistration(REGISTRATION), 1.0) == []
+    assert matcher.apply(PooledRegistration(POOLED), 1.0) == []
     assert matcher.apply(PROGRESS, 2.0) == [ACK]
-    assert matcher.apply(COMPLETED, 3.0) == [POST, STARTED]
+    assert matcher.apply(PooledRegistration(POOLED), 2.1) == [ACK]
+    assert matcher.apply(COMPLETED, 3.0) == [], "two engines may have it: D binds one by registering with it"
+    assert matcher.apply(REGISTRATION, 3.1) == [ACK, POST, STARTED]
+    assert matcher.apply(PooledRegistration(POOLED), 3.2) == [ACK]
+
+
+def test_a_registration_for_another_incarnation_of_this_engine_is_not_ours(matcher: Matcher) -> None:
+    """It was sent before a restart and arrives after: what was cancelled since is forgotten."""
+    matcher.apply(COMPLETED, 1.0)
+    assert matcher.apply(replace(POOLED, source_incarnation=4), 2.0) == [Reject("for another incarnation")]
+    assert matcher.apply(POOLED, 3.0) == [ACK], "D does not know the incarnation yet: the acknowledgement says it"
+    assert matcher.apply(REGISTRATION, 4.0) == [ACK, POST, STARTED]
+
+
+def test_a_newer_epoch_forgets_older_registrations(matcher: Matcher) -> None:
+    """They may have been given back without an answer from here."""
+    other = replace(REGISTRATION, transfer_id="u", request_id="d2")
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(other, 1.0)
+    assert matcher.apply(replace(other, epoch=1), 2.0) == [
+        Send("D", RegistrationAck(**{**RANK, "transfer_id": "u", "request_id": "d2"}))
+    ]
+    assert matcher.apply(COMPLETED, 3.0) == []
+    assert matcher.apply(REGISTRATION, 4.0) == [Reject("stale epoch")]
+    assert matcher.apply(LeaseEcho("D", 7, (), epoch=0), 4.0) == [Reject("stale epoch")]
+    [post, _] = matcher.apply(replace(COMPLETED, transfer_id="u", request_id="p2"), 5.0)
+    assert isinstance(post, PostWrite)
 
 
 def test_a_pooled_registration_after_the_completion(matcher: Matcher) -> None:
     assert matcher.apply(PROGRESS, 1.0) == []
     assert matcher.apply(COMPLETED, 2.0) == []
-    assert matcher.apply(PooledRegistration(REGISTRATION), 3.0) == [ACK, POST, STARTED]
+    assert matcher.apply(PooledRegistration(POOLED), 3.0) == [ACK]
+    assert matcher.apply(REGISTRATION, 3.1) == [ACK, POST, STARTED]
 
 
 def test_a_pooled_registration_of_others_is_dropped(matcher: Matcher) -> None:
-    assert matcher.apply(PooledRegistration(REGISTRATION), 1.0) == []
+    assert matcher.apply(PooledRegistration(POOLED), 1.0) == []
     assert matcher.next_deadline() == 11.0
     assert matcher.tick(11.0) == [Reject("unclaimed registration")]
     assert matcher.counts["transfers"] == 0
@@ -275,10 +314,56 @@ def test_a_transfer_id_used_twice_frees_the_second(matcher: Matcher) -> None:
 
 
 def test_a_full_table_refuses_and_frees() -> None:
-    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, max_transfers=1)
-    matcher.apply(JOINED, 0.0)
+    matcher = leased(Matcher(engine="P", incarnation=5, rank=0, ranks=1, max_transfers=1, **FOREVER))
     matcher.apply(replace(REGISTRATION, transfer_id="other"), 1.0)
     assert matcher.apply(REGISTRATION, 2.0) == [refusal("full")]
-    assert matcher.apply(PooledRegistration(REGISTRATION), 2.0) == [Reject("full")]
+    assert matcher.apply(PooledRegistration(POOLED), 2.0) == [Reject("full")]
     assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("full")]
     assert matcher.apply(PROGRESS, 2.0) == [Reject("full")]
+
+
+class TestWriteLease:
+    """F3: posted only within the lease that the decode engine's echo gives."""
+
+    @pytest.fixture
+    def matcher(self) -> Matcher:
+        matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, write_lease_s=1.5)
+        matcher.apply(JOINED, 0.0)
+        return matcher
+
+    def test_without_an_echo_nothing_is_posted(self, matcher: Matcher) -> None:
+        matcher.pulse(0.0)
+        matcher.apply(REGISTRATION, 0.1)
+        assert matcher.apply(COMPLETED, 0.2) == []
+        assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 0.3) == [POST, STARTED]
+
+    def test_the_registration_brings_the_first_echo(self, matcher: Matcher) -> None:
+        matcher.pulse(0.0)
+        matcher.apply(COMPLETED, 0.2)
+        assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 0.3) == [ACK, POST, STARTED]
+
+    def test_it_ends_after_the_pulse_was_sent_not_after_the_echo_came(self, matcher: Matcher) -> None:
+        matcher.pulse(0.0)
+        matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.4)
+        assert matcher.apply(COMPLETED, 1.51) == []
+        matcher.pulse(1.6)
+        assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 1.7) == [], "an old number renews nothing"
+        assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 2),)), 1.8) == [POST, STARTED]
+
+    @pytest.mark.parametrize(
+        "echo",
+        [
+            LeaseEcho("D", 8, (("P", 5, 0, 1),)),
+            LeaseEcho("E", 7, (("P", 5, 0, 1),)),
+            LeaseEcho("D", 7, (("P", 4, 0, 1),)),
+            LeaseEcho("D", 7, (("Q", 5, 0, 1),)),
+            LeaseEcho("D", 7, (("P", 5, 1, 1),)),
+            LeaseEcho("D", 7, (("P", 5, 0, 2),)),
+            LeaseEcho("D", 7, ()),
+        ],
+    )
+    def test_other_echoes_give_no_right(self, matcher: Matcher, echo: LeaseEcho) -> None:
+        matcher.pulse(0.0)
+        matcher.apply(REGISTRATION, 0.1)
+        matcher.apply(COMPLETED, 0.2)
+        assert matcher.apply(echo, 0.3) == []

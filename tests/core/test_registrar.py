@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
+from kvbus.lease import TERM_S, SinkLease
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Echoes,
     Heartbeat,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Pulse,
     Registration,
     RegistrationAck,
     Role,
@@ -26,6 +29,8 @@ from kvbus.registrar import (
     Abandon,
     Aborted,
     BusBack,
+    BusLost,
+    Echo,
     Effect,
     Publish,
     Received,
@@ -37,7 +42,9 @@ from kvbus.registrar import (
 
 REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)
 SOURCE = {"transfer_id": "t", "source_engine": "P", "source_incarnation": 5}
-PUBLISH = Publish("P", REGISTRATION)
+PUBLISH_UNBOUND = Publish("P", REGISTRATION)
+ECHOES = (("P", 5, 0, 1),)
+PUBLISH = Publish("P", replace(REGISTRATION, source_incarnation=5, echoes=ECHOES))
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1)
 
 
@@ -51,8 +58,22 @@ def cancel(reason: str, engine: str = "P") -> Effect:
 
 def new(hint: str = "P") -> Registrar:
     registrar = Registrar(patience_s=60, transfer_timeout_s=600, cancel_timeout_s=10)
-    assert registrar.apply(Register(REGISTRATION, hint), 0.0) == [Publish(hint, REGISTRATION)]
+    assert registrar.apply(Pulse("P", 5, 0, 1), 0.0) == []
+    expected = PUBLISH if hint else Publish("", REGISTRATION)
+    assert registrar.apply(Register(REGISTRATION, hint), 0.0) == [expected]
     return registrar
+
+
+FENCED = "; unanswered, fenced by the write lease"
+
+
+def run_out(registrar: Registrar) -> tuple[float, list[Effect]]:
+    """Let time pass until nothing is left to do; returns when that was, and everything that was done."""
+    at, effects = 0.0, []
+    while (deadline := registrar.next_deadline()) is not None:
+        at = deadline
+        effects += registrar.tick(at)
+    return at, effects
 
 
 def test_sent_again_until_every_rank_has_acknowledged() -> None:
@@ -66,9 +87,11 @@ def test_sent_again_until_every_rank_has_acknowledged() -> None:
 
 
 def test_a_pooled_registration_goes_to_whoever_claimed_it() -> None:
+    """Once, at once: only a registration sent to the engine itself lets it write."""
     registrar = new(hint="")
-    registrar.apply(RegistrationAck(**rank(0, 2)), 0.1)
-    assert registrar.tick(0.25) == [PUBLISH]
+    assert registrar.apply(RegistrationAck(**rank(0, 2)), 0.1) == [PUBLISH]
+    assert registrar.apply(RegistrationAck(**rank(0, 2)), 0.1) == []
+    assert registrar.apply(RegistrationAck(**rank(0, 1, source_engine="Q")), 0.1) == [Reject("another prefill engine")]
 
 
 def test_the_good_path_ends_with_the_receive() -> None:
@@ -122,12 +145,9 @@ def test_a_failed_prefill_is_cancelled() -> None:
 def test_without_an_answer_it_gives_up_in_bounded_time() -> None:
     registrar = new()
     assert registrar.tick(60.0) == [cancel("no prefill engine acknowledged the registration")]
-    at, effects = 60.0, []
-    while (deadline := registrar.next_deadline()) is not None:
-        at = deadline
-        effects = registrar.tick(at)
+    at, effects = run_out(registrar)
     assert at == 70.0
-    assert effects == [Abandon("d1", "no prefill engine acknowledged the registration; cancel not acknowledged")]
+    assert effects[-1] == Abandon("d1", "no prefill engine acknowledged the registration" + FENCED)
 
 
 def test_a_living_prefill_engine_that_knows_the_request_may_take_its_time() -> None:
@@ -166,7 +186,10 @@ def test_a_prefill_engine_that_left_is_not_waited_for() -> None:
     registrar.apply(RegistrationAck(**rank()), 0.1)
     assert registrar.apply(SourceLeft("Q", 5), 1.0) == []
     assert registrar.apply(SourceLeft("P", 4), 1.0) == [], "an older incarnation"
-    assert registrar.apply(SourceLeft("P", 5), 1.0) == [Abandon("d1", "prefill engine left")]
+    assert registrar.apply(SourceLeft("P", 5), 1.0) == []
+    at, effects = run_out(registrar)
+    assert at == pytest.approx(TERM_S)
+    assert effects == [Abandon("d1", "prefill engine left" + FENCED)]
 
 
 def test_when_the_bus_is_back_live_registrations_are_announced_again() -> None:
@@ -204,3 +227,115 @@ def test_unknown_requests_are_refused() -> None:
     registrar = new()
     assert registrar.apply(Aborted("d9"), 1.0) == [Reject("abort of unknown request")]
     assert registrar.apply(Received("d9"), 1.0) == [Reject("unknown request")]
+
+
+class TestFence:
+    """F1, F3: without an answer the write lease decides when blocks may be given back."""
+
+    TERM = TERM_S
+
+    def held(self, ranks: int = 1) -> Registrar:
+        """A registration that every rank holds, and whose ranks were echoed at 0.0."""
+        registrar = Registrar(lease=SinkLease(1.5, 2.0), patience_s=60, transfer_timeout_s=600, cancel_timeout_s=2)
+        for number in range(ranks):
+            assert registrar.apply(Pulse("P", 5, number, 1), 0.0) == []
+        [published] = registrar.apply(Register(REGISTRATION, "P"), 0.0)
+        echoes = tuple(("P", 5, number, 1) for number in range(ranks))
+        assert published == Publish("P", replace(REGISTRATION, source_incarnation=5, echoes=echoes))
+        for number in range(ranks):
+            registrar.apply(RegistrationAck(**rank(number, ranks)), 0.1)
+        return registrar
+
+    @staticmethod
+    def again(echoes: Echoes, epoch: int = 0) -> Registration:
+        return replace(REGISTRATION, source_incarnation=5, echoes=echoes, epoch=epoch)
+
+    def test_others_are_sent_again_in_a_new_epoch_when_one_was_given_up_unanswered(self) -> None:
+        registrar = self.held()
+        other = replace(REGISTRATION, transfer_id="u", request_id="d2")
+        registrar.apply(Register(other, "P"), 0.0)
+        registrar.apply(Aborted("d1"), 0.1)
+        registrar.apply(RegistrationAck(**rank(transfer_id="u", request_id="d2")), 0.2)
+        at, effects = 0.0, []
+        while not any(isinstance(effect, Abandon) for effect in effects):
+            at = registrar.next_deadline() or 0.0
+            effects = registrar.tick(at)
+        assert at == pytest.approx(self.TERM)
+        sent = replace(self.again(ECHOES, epoch=1), transfer_id="u", request_id="d2")
+        assert effects == [Abandon("d1", "aborted" + FENCED), Publish("P", sent)]
+
+    def test_pulses_are_echoed_while_there_is_business(self) -> None:
+        registrar = self.held()
+        assert registrar.apply(Pulse("P", 5, 0, 2), 0.5) == [Echo((("P", 5, 0, 2),), epoch=0)]
+        assert registrar.apply(Pulse("Q", 5, 0, 2), 0.5) == [], "no business with it"
+        registrar.apply(Received("d1"), 1.0)
+        assert registrar.apply(Pulse("P", 5, 0, 3), 1.5) == []
+
+    def test_an_unanswered_cancel_ends_with_the_lease_of_the_last_echo(self) -> None:
+        registrar = self.held()
+        registrar.apply(Pulse("P", 5, 0, 2), 0.5)
+        registrar.apply(Aborted("d1"), 1.0)
+        registrar.apply(Pulse("P", 5, 0, 3), 1.2)
+        at, effects = run_out(registrar)
+        assert effects[-1] == Abandon("d1", "aborted" + FENCED)
+        assert at == pytest.approx(1.2 + self.TERM), "counted from when the last number echoed was heard"
+
+    def test_while_it_waits_for_a_lease_to_run_out_it_does_not_renew_it(self) -> None:
+        """One way partitioned: P is heard but hears nothing."""
+        registrar = self.held()
+        registrar.apply(Aborted("d1"), 1.0)
+        assert registrar.tick(3.0) == [], "from now on it is fenced"
+        for beat in range(10):
+            assert registrar.apply(Pulse("P", 5, 0, 10 + beat), 3.0 + 0.05 * beat) == []
+        at, _ = run_out(registrar)
+        assert at == pytest.approx(self.TERM)
+
+    def test_a_dead_prefill_engine_is_fenced_at_once(self) -> None:
+        """C1: kill -9 in mid-transfer."""
+        registrar = self.held()
+        registrar.apply(TransferStarted(**rank()), 1.0)
+        assert registrar.apply(SourceLeft("P", 5), 2.0) == []
+        assert run_out(registrar) == (pytest.approx(self.TERM), [Abandon("d1", "prefill engine left" + FENCED)])
+
+    def test_ranks_that_answered_need_no_lease(self) -> None:
+        registrar = self.held(ranks=2)
+        registrar.apply(Pulse("P", 5, 0, 2), 1.0)
+        registrar.apply(Aborted("d1"), 1.5)
+        registrar.apply(CancelAck(**rank(0, 2)), 1.6)
+        at, _ = run_out(registrar)
+        assert at == pytest.approx(self.TERM), "rank 1 was last heard at 0.0"
+
+    def test_an_answer_during_the_fence_ends_it(self) -> None:
+        registrar = self.held()
+        registrar.apply(Aborted("d1"), 1.0)
+        registrar.tick(3.0)
+        assert registrar.apply(CancelAck(**rank()), 3.1) == [Abandon("d1", "aborted")]
+
+    def test_the_bus_away_is_fenced_after_a_moment(self) -> None:
+        """C6."""
+        registrar = self.held()
+        assert registrar.apply(BusLost(), 2.0) == []
+        at, effects = run_out(registrar)
+        assert at == pytest.approx(self.TERM)
+        assert effects == [Abandon("d1", "the bus is away" + FENCED)]
+
+    def test_a_bus_that_is_back_in_time_changes_nothing(self) -> None:
+        registrar = self.held()
+        registrar.apply(BusLost(), 2.0)
+        assert registrar.apply(BusBack(), 2.5) == [Publish("P", self.again((("P", 5, 0, 1),)))]
+        assert registrar.tick(4.0) == []
+
+    def test_nobody_was_given_a_right_through_the_pool(self) -> None:
+        registrar = Registrar(lease=SinkLease(), patience_s=5, cancel_timeout_s=2)
+        registrar.apply(Pulse("P", 5, 0, 1), 0.0)
+        assert registrar.apply(Register(REGISTRATION, ""), 0.0) == [Publish("", REGISTRATION)]
+        at, effects = run_out(registrar)
+        assert (at, effects[-1]) == (7.0, Abandon("d1", "no prefill engine acknowledged the registration" + FENCED))
+
+
+def test_an_engine_whose_incarnation_is_unknown_is_given_the_right_when_it_answers() -> None:
+    registrar = Registrar()
+    assert registrar.apply(Register(REGISTRATION, "P"), 0.0) == [PUBLISH_UNBOUND]
+    bound = Publish("P", replace(REGISTRATION, source_incarnation=5))
+    assert registrar.apply(RegistrationAck(**rank()), 0.1) == [bound]
+    assert registrar.apply(RegistrationAck(**rank()), 0.2) == []

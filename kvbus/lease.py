@@ -1,0 +1,132 @@
+"""The write lease: until when a prefill rank may post a WRITE into a decode engine, without synchronised clocks.
+
+A posted WRITE cannot be taken back, so a decode engine that hears nothing must know when nothing can be posted.
+
+1. Each prefill rank numbers its pulses and remembers when it sent each, on its own monotonic clock.
+2. A decode engine that has business with the rank echoes the last number it heard, and remembers when it heard it.
+3. The rank may post only while ``now - sent_at(highest number echoed) <= write_lease_s``.
+4. The decode engine may give blocks back once ``heard_at(highest number it echoed) + write_lease_s + max_write_s`` has
+   passed, though nobody answers: it only has to stop echoing.
+
+5. Blocks that were given back so, without an answer, may still be registered with the rank. So the decode engine begins
+   a new *epoch* then, sends its live registrations again, and says the epoch with each registration and echo; a rank
+   that hears of a newer epoch forgets what was registered before it, and only then renews its right.
+6. A restarted prefill engine sends its first pulse only when what its predecessor posted has ended.
+
+Why that is safe: number ``n`` was heard after it was sent, so the rank's right under ``n``, counted from
+``sent_at(n)``, ends before the decode engine's count from ``heard_at(n)``; a WRITE posted at the last moment has ended
+``max_write_s`` later; and without an echo of a higher number the rank never has a longer right. Only the *rates* of the
+two clocks matter: :data:`CLOCK_DRIFT` is added for them. It rests on two parameters, which all engines of a namespace
+must share: ``write_lease_s``, and ``max_write_s``, the longest that a posted WRITE can run. The rank enforces the
+latter: it disconnects from the peer then, before it drives the transport on. What is left to chance is a process that
+is stopped for seconds between the check and the post, microseconds apart, with a transport that needs no CPU.
+
+Pure; times are seconds on a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvbus.bounded import BoundedDict
+from kvbus.messages import Echoes
+
+WRITE_LEASE_S = 1.5
+MAX_WRITE_S = 2.0
+CLOCK_DRIFT = 0.01
+"""How much faster one clock may run than the other."""
+
+TERM_S = (WRITE_LEASE_S + MAX_WRITE_S) * (1 + CLOCK_DRIFT)
+"""How long after its last pulse was heard a prefill rank may have a WRITE running."""
+
+MAX_PULSES = 64
+MAX_PEERS = 1 << 14
+_NEVER = float("-inf")
+
+
+class SourceLease:
+    """A prefill rank's side: what it sent, and what each decode engine's incarnation has echoed of it."""
+
+    def __init__(self, write_lease_s: float = WRITE_LEASE_S) -> None:
+        self._write_lease_s = write_lease_s
+        self._number = 0
+        self._sent_at: BoundedDict[int, float] = BoundedDict(MAX_PULSES)
+        self._until: BoundedDict[tuple[str, int], float] = BoundedDict(MAX_PEERS)
+
+    def pulse(self, now: float) -> int:
+        """The number of the pulse that is sent now; call it before sending."""
+        self._number += 1
+        self._sent_at[self._number] = now
+        return self._number
+
+    def echoed(self, sink: str, incarnation: int, number: int) -> None:
+        """A decode engine has echoed ``number``; one that was never sent, or long ago, gives no right."""
+        sent_at = self._sent_at.get(number)
+        if sent_at is not None:
+            key = (sink, incarnation)
+            self._until[key] = max(self._until.get(key, _NEVER), sent_at + self._write_lease_s)
+
+    def until(self, sink: str, incarnation: int) -> float:
+        """The last moment at which a WRITE into this incarnation may be posted."""
+        return self._until.get((sink, incarnation), _NEVER)
+
+
+@dataclass(slots=True)
+class _Heard:
+    number: int = 0
+    at: float = _NEVER
+    echoed_at: float = _NEVER
+    """When the highest number echoed was heard."""
+
+
+Source = tuple[str, int, int]
+"""A prefill engine, its incarnation, a rank of it."""
+
+
+class SinkLease:
+    """A decode engine's side: what it heard of each prefill rank, and echoed."""
+
+    def __init__(self, write_lease_s: float = WRITE_LEASE_S, max_write_s: float = MAX_WRITE_S) -> None:
+        self._term_s = (write_lease_s + max_write_s) * (1 + CLOCK_DRIFT)
+        self._heard: BoundedDict[Source, _Heard] = BoundedDict(MAX_PEERS)
+
+    def hear(self, source: Source, number: int, now: float) -> None:
+        """A pulse has come; late ones, out of order, change nothing."""
+        heard = self._heard.setdefault(source, _Heard())
+        if number > heard.number:
+            heard.number, heard.at = number, now
+
+    def echo(self, engine: str, silent: Collection[str] = ()) -> Echoes:
+        """What to send to the ranks of ``engine``; nothing if it is in ``silent``. Calling it counts as sending it."""
+        found = []
+        for (name, born, rank), heard in self._heard.items():
+            if heard.number and name == engine and name not in silent:
+                heard.echoed_at = heard.at
+                found.append((name, born, rank, heard.number))
+        return tuple(found)
+
+    def incarnation(self, engine: str) -> int:
+        """The newest incarnation of ``engine`` that was heard, 0 if none was."""
+        return max((born for name, born, _ in self._heard if name == engine), default=0)
+
+    def safe_at(self, engine: str, incarnation: int = 0, ended: Collection[int] = ()) -> float:
+        """When no rank of ``engine`` can have a WRITE running any more.
+
+        Ranks ``ended`` of ``incarnation`` are known to have none. Minus infinity if nothing was ever echoed to the
+        others. It moves on while echoes are sent.
+        """
+        return max(
+            (
+                heard.echoed_at + self._term_s
+                for (name, born, rank), heard in self._heard.items()
+                if name == engine and not (born == incarnation and rank in ended)
+            ),
+            default=_NEVER,
+        )
+
+    def forget(self, engine: str, incarnation: int, now: float) -> None:
+        """This incarnation is gone and nothing waits for it any more."""
+        for source in [key for key in self._heard if key[0] == engine and key[1] <= incarnation]:
+            if self._heard[source].echoed_at + self._term_s <= now:
+                del self._heard[source]
