@@ -237,5 +237,44 @@ def bench(
         Console().print(table)
 
 
+@app.command()
+def sim(
+    transfers: Annotated[int, typer.Option(help="How many requests, over lives of 200 each.", min=1)] = 10_000,
+    seed: Annotated[int, typer.Option(help="Of the first life; the next ones count on.")] = 1,
+    faults: Annotated[str, typer.Option(help="all, none, bus, partition, kill or abort.")] = "all",
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Chaos: the real protocol code among played engines in virtual time, with faults, its laws checked at every step.
+
+    Examples:
+
+    [bold]kvbus sim[/bold]
+
+    [bold]kvbus sim --faults partition --transfers 1000[/bold]
+    """
+    import json
+
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from kvbus.sim.run import run_lives
+
+    logging.getLogger("kvbus").setLevel(logging.CRITICAL)  # faults are what it is about
+    started = time.monotonic()
+    with clear_errors(), Progress(console=err, transient=True) as bar:
+        task = bar.add_task("transfers", total=transfers)
+        account = run_lives(seed, transfers, faults, lambda done: bar.update(task, completed=done))
+    took_s = time.monotonic() - started
+    figures = {"transfers": account.transfers, "violations": 0, "worst_wait_s": round(account.worst_wait_s, 1)}
+    if json_output:
+        typer.echo(json.dumps({**figures, "took_s": round(took_s, 1), "counts": dict(account.counts)}))
+        return
+    table = Table("what", "how many", title=f"{account.transfers} transfers, seed {seed}, faults: {faults}")
+    for name, number in [*figures.items(), *account.counts.most_common()]:
+        table.add_row(name, f"{number:,}")
+    Console().print(table)
+    say(f"no law was broken; {took_s:.0f} s")
+
+
 if __name__ == "__main__":
     app()

@@ -30,6 +30,7 @@ class Config:
         dead_after_s: seconds of silence after which an engine is taken for gone.
         block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
         transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
+        write_lease_s, max_write_s: see :mod:`kvbus.lease`; the same in all engines of a namespace.
     """
 
     nats_url: str
@@ -40,6 +41,8 @@ class Config:
     dead_after_s: float = 5.0
     block_lease_s: float = 30.0
     transfer_timeout_s: float = 600.0
+    write_lease_s: float = 1.5
+    max_write_s: float = 2.0
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -49,12 +52,23 @@ class Config:
             host, colon, port = self.http_address.rpartition(":")
             if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
                 raise ConfigError("http_address", self.http_address, "host:port")
-        for name in ("heartbeat_interval_s", "dead_after_s", "block_lease_s", "transfer_timeout_s"):
+        for name in (
+            "heartbeat_interval_s",
+            "dead_after_s",
+            "block_lease_s",
+            "transfer_timeout_s",
+            "write_lease_s",
+            "max_write_s",
+        ):
             if not 0.01 <= getattr(self, name) <= 86400:
                 raise ConfigError(name, getattr(self, name), "0.01 to 86400 seconds")
         if self.dead_after_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 "dead_after_s", self.dead_after_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"
+            )
+        if self.write_lease_s < 2 * self.heartbeat_interval_s:
+            raise ConfigError(
+                "write_lease_s", self.write_lease_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"
             )
         if not self.backends or not all(isinstance(backend, str) and backend for backend in self.backends):
             raise ConfigError("backends", list(self.backends), 'a list of NIXL backend names, such as ["UCX"]')

@@ -37,8 +37,11 @@ MAX_WRITE_S = 2.0
 CLOCK_DRIFT = 0.01
 """How much faster one clock may run than the other."""
 
-TERM_S = (WRITE_LEASE_S + MAX_WRITE_S) * (1 + CLOCK_DRIFT)
-"""How long after its last pulse was heard a prefill rank may have a WRITE running."""
+
+def term_s(write_lease_s: float = WRITE_LEASE_S, max_write_s: float = MAX_WRITE_S) -> float:
+    """How long after its last pulse was heard a prefill rank may have a WRITE running, seconds."""
+    return (write_lease_s + max_write_s) * (1 + CLOCK_DRIFT)
+
 
 MAX_PULSES = 64
 MAX_PEERS = 1 << 14
@@ -88,7 +91,7 @@ class SinkLease:
     """A decode engine's side: what it heard of each prefill rank, and echoed."""
 
     def __init__(self, write_lease_s: float = WRITE_LEASE_S, max_write_s: float = MAX_WRITE_S) -> None:
-        self._term_s = (write_lease_s + max_write_s) * (1 + CLOCK_DRIFT)
+        self._term_s = term_s(write_lease_s, max_write_s)
         self._heard: BoundedDict[Source, _Heard] = BoundedDict(MAX_PEERS)
 
     def hear(self, source: Source, number: int, now: float) -> None:

@@ -17,6 +17,7 @@ from kvbus import blocks
 from kvbus.bounded import BoundedDict, Deadlines
 from kvbus.lease import WRITE_LEASE_S, SourceLease
 from kvbus.matching import (
+    Drain,
     Effect,
     Event,
     Introduce,
@@ -46,6 +47,7 @@ from kvbus.messages import (
     TransferDone,
     TransferFailed,
     TransferStarted,
+    Wanted,
 )
 
 MAX_TRANSFERS = 1 << 16
@@ -61,6 +63,7 @@ class Outcome(Enum):
     EXPIRED = "block lease expired"
     CANCELLED = "cancelled"
     NO_PREFILL = "prefill failed"
+    DRAINED = "draining"
 
 
 @dataclass(slots=True)
@@ -122,6 +125,7 @@ class Matcher:
         self._refused: BoundedDict[str, SinkRefused] = BoundedDict(MAX_SINKS)
         self._deadlines: Deadlines[str] = Deadlines()
         self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
+        self._draining = False
         self._released: BoundedDict[str, None] = BoundedDict(MAX_TOMBSTONES)
 
     @property
@@ -164,6 +168,10 @@ class Matcher:
                 return self._leave(event)
             case SinkRefused():
                 return self._refuse(event)
+            case Wanted():
+                return self._keep(event, now)
+            case Drain():
+                return self._drain()
             case LeaseEcho():
                 renewed = self._renew(event, now)
                 return self._match_all(event.sink_engine, now) if renewed else [Reject("stale epoch")]
@@ -192,6 +200,8 @@ class Matcher:
         if not self._renew(registration, now):
             return [Reject("stale epoch")]
         bound = direct and registration.source_incarnation == self._incarnation
+        if self._draining:
+            return [self._ack(registration, refused=Outcome.DRAINED.value)] if direct else [Reject("draining")]
         key = registration.transfer_id
         sink = self._sinks.get(registration.sink_engine)
         if sink is not None and registration.sink_incarnation < sink.incarnation:
@@ -230,6 +240,22 @@ class Matcher:
             hold = self._registration_hold_s if transfer.acknowledged else self._pool_hold_s
             self._deadlines.set(key, now + hold)
         return effects + self._match(key, transfer, now)
+
+    def _keep(self, wanted: Wanted, now: float) -> list[Effect]:
+        """L1: the decode engine's queue may be longer than the block lease."""
+        transfer = self._transfers.get(wanted.transfer_id)
+        if transfer is None or transfer.completion is None or transfer.writing_since is not None:
+            return [Reject("nothing to keep")]
+        self._deadlines.set(wanted.transfer_id, now + self._block_lease_s)
+        return []
+
+    def _drain(self) -> list[Effect]:
+        self._draining = True
+        effects: list[Effect] = []
+        for key, transfer in list(self._transfers.items()):
+            if transfer.writing_since is None:
+                effects += self._end(key, transfer, Outcome.DRAINED)
+        return effects
 
     def _register_late(self, registration: Registration, tombstone: _Tombstone, *, direct: bool) -> list[Effect]:
         if tombstone.outcome is Outcome.CANCELLED and not direct:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbus.blocks import BlockRuns
-from kvbus.messages import Cancel, LeaseEcho, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
+from kvbus.messages import (
+    Cancel,
+    LeaseEcho,
+    Message,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    Wanted,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,11 @@ class WriteEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """This engine is about to end: nothing new is taken on, and whoever waits is told."""
+
+
+@dataclass(frozen=True, slots=True)
 class PooledRegistration:
     """A registration that came over the pool's subject: only the engine that has the transfer answers it."""
 
@@ -71,6 +85,8 @@ Event = (
     | SinkRefused
     | WriteEnded
     | LeaseEcho
+    | Wanted
+    | Drain
 )
 
 

@@ -141,6 +141,12 @@ class MemoryBus:
     def watch(self, watcher: Watcher) -> None:
         self._watchers.append(watcher)
 
+    def cut_off(self) -> None:
+        """Lose everything from and to this client from now on, without telling it: as if its process were killed."""
+        self._broker.detach(self)
+        self._broker = MemoryBroker()
+        self._broker.attach(self)
+
     def deliver(self, subject: str, payload: bytes, reply: str) -> int:
         """Called by the broker, from any thread."""
         assert self._loop is not None

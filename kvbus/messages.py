@@ -108,6 +108,13 @@ class Registration(_FromSink):
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted(_FromSink):
+    """The decode engine has this request but no blocks for it yet: keep its KV for another block lease."""
+
+    KIND = "wanted"
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel(_FromSink):
     """The decode engine no longer wants this attempt. ``release``: nor any other; P may free its blocks."""
 

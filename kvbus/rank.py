@@ -134,6 +134,16 @@ class Rank:
         released = tuple(self._released.popleft() for _ in range(len(self._released)))
         return RankReport(released, tuple(self._arrived.popleft() for _ in range(len(self._arrived))))
 
+    @property
+    def writing(self) -> int:
+        """How many jobs have WRITEs outstanding."""
+        return len(self._writes)
+
+    @property
+    def transfers(self) -> int:
+        """How many transfers the matcher knows of."""
+        return self._matcher.counts["transfers"]
+
     def handle(self, item: Item) -> None:
         """Take one item from the bus or from the engine."""
         now = self._clock()

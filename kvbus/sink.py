@@ -27,6 +27,7 @@ from kvbus.messages import (
     TransferDone,
     TransferFailed,
     TransferStarted,
+    Wanted,
 )
 from kvbus.node import Node
 from kvbus.registrar import (
@@ -112,6 +113,11 @@ class SinkScheduler:
         """Tell the prefill side that a transfer which was never registered is not wanted."""
         subjects = self._node.subjects
         self._node.publish(subjects.cancels(hint) if hint else subjects.cancels_pool, cancel)
+
+    def want(self, wanted: Wanted, hint: str) -> None:
+        """Ask the prefill side to keep what cannot be registered yet."""
+        subjects = self._node.subjects
+        self._node.publish(subjects.registrations(hint) if hint else subjects.pool, wanted)
 
     def poll(self) -> list[Abandon]:
         """Receives that were given up since the last call."""

@@ -30,6 +30,7 @@ from kvbus.messages import (
     TransferDone,
     TransferFailed,
     TransferStarted,
+    Wanted,
     Who,
 )
 from kvbus.node import Node
@@ -62,8 +63,8 @@ class RankNode:
         self._fetching: set[tuple[str, int]] = set()
         subjects, me = node.subjects, own.engine
         if own.role is not Role.DECODE:
-            node.listen(subjects.registrations(me), Registration, submit)
-            node.listen(subjects.pool, Registration, lambda message: submit(PooledRegistration(message)))
+            node.listen(subjects.registrations(me), (Registration, Wanted), submit)
+            node.listen(subjects.pool, (Registration, Wanted), self._submit_pooled)
             node.listen(subjects.cancels(me), Cancel, submit)
             node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
             node.listen(subjects.echoes, LeaseEcho, submit)
@@ -73,6 +74,9 @@ class RankNode:
             node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()))
             node.listen(subjects.transfers(me), (TransferStarted, TransferDone, TransferFailed), submit)
         node.watch_peers(self._on_peer)
+
+    def _submit_pooled(self, message: Registration | Wanted) -> None:
+        self._submit(PooledRegistration(message) if isinstance(message, Registration) else message)
 
     def publish(self, engine: str, message: Message) -> None:
         """Send what the rank says, to the decode engine ``engine`` or, if it is empty, to all. Any thread."""

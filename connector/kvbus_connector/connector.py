@@ -191,7 +191,7 @@ def _checked(vllm_config: VllmConfig) -> tuple[Config, Heartbeat]:
     check_vllm_config(vllm_config)
     check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    return config, heartbeat_of(vllm_config, vllm.__version__)
+    return config, heartbeat_of(vllm_config, vllm.__version__, config)
 
 
 def _log_like_vllm() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from kvbus.config import Config
 from kvbus.messages import Heartbeat, Pairs, Role, State
 
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
@@ -51,7 +52,7 @@ def role_of(kv_role: str) -> Role:
     return _ROLES[kv_role]
 
 
-def compat_of(vllm_config: Any, vllm_version: str) -> Pairs:
+def compat_of(vllm_config: Any, vllm_version: str, config: Config) -> Pairs:
     """What must be equal in engines that exchange KV; shown by name where it is not."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     served = model.served_model_name
@@ -66,17 +67,19 @@ def compat_of(vllm_config: Any, vllm_version: str) -> Pairs:
         ("kv_cache_dtype", str(cache.cache_dtype)),
         ("block_size", str(cache.block_size)),
         ("vllm", vllm_version),
+        ("write_lease_s", str(config.write_lease_s)),
+        ("max_write_s", str(config.max_write_s)),
     )
 
 
-def heartbeat_of(vllm_config: Any, vllm_version: str) -> Heartbeat:
+def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbeat:
     """The first heartbeat of this engine; the later ones differ in what changes.
 
     The incarnation is vLLM's ``instance_id``, the ns at which the configuration was made: all processes of one engine
     share it, and a restarted one has a larger one.
     """
     transfer = vllm_config.kv_transfer_config
-    compat = compat_of(vllm_config, vllm_version)
+    compat = compat_of(vllm_config, vllm_version, config)
     return Heartbeat(
         engine=transfer.engine_id,
         incarnation=int(vllm_config.instance_id),

@@ -15,6 +15,7 @@ from kvbus import blocks as block_runs
 from kvbus.bus import Bus
 from kvbus.config import Config
 from kvbus.errors import PayloadTooLargeError
+from kvbus.lease import SinkLease
 from kvbus.membership import Membership
 from kvbus.messages import (
     Cancel,
@@ -24,6 +25,7 @@ from kvbus.messages import (
     PrefillProgress,
     Registration,
     State,
+    Wanted,
 )
 from kvbus.metrics import OncePer
 from kvbus.node import Node
@@ -81,16 +83,18 @@ class SchedulerHalf:
         self._block_pool: Any = None
         self._plan = StepPlan()
         self._receiving: dict[str, bool] = {}
+        self._queued: dict[str, tuple[dict[str, Any], str]] = {}
         self._prefilling: dict[str, tuple[TransferName, Any]] = {}
         self._requests = 0
         self._once = OncePer()
         self._closed = threading.Event()
-        self._sink = SinkScheduler(
-            self.node, Registrar(transfer_timeout_s=config.transfer_timeout_s), own.engine, own, self._recorder
-        )
+        lease = SinkLease(config.write_lease_s, config.max_write_s)
+        registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s)
+        self._sink = SinkScheduler(self.node, registrar, own.engine, own, self._recorder)
         serve_metadata(self.node, own.engine, own.incarnation, self._payloads)
         self.node.present(self._heartbeat)
         self.node.start()
+        threading.Thread(target=self._want_queued, name="kvbus-wanted", daemon=True).start()
         if not self._address:
             threading.Thread(target=self._find_address, name="kvbus-address", daemon=True).start()
 
@@ -129,13 +133,10 @@ class SchedulerHalf:
             self._decline(request, "the prompt is cached")
             return
         params["do_remote_prefill"] = False  # vLLM calls again after the receive, and after a preemption
+        self._queued.pop(request.request_id, None)
         prompt_tokens = self._rules.external_tokens(request.num_prompt_tokens)
         registration = Registration(
-            transfer_id=name_transfer(request.request_id, params).transfer_id,
-            attempt=FIRST_ATTEMPT,
-            sink_engine=self._own.engine,
-            sink_incarnation=self._own.incarnation,
-            request_id=request.request_id,
+            **self._sink_of(request),
             blocks=block_runs.to_runs(self._rules.clip(block_ids)),
             prompt_tokens=prompt_tokens,
             cached_tokens=prompt_tokens - external_tokens,
@@ -155,7 +156,11 @@ class SchedulerHalf:
         """A new request is in the scheduler."""
         self._requests += 1
         params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode"):
+        if not params:
+            return
+        if params.get("do_remote_prefill"):
+            self._queued[request.request_id] = (self._sink_of(request), _hint(params))
+        if not params.get("do_remote_decode"):
             return
         self._rules.truncate(request)
         name = name_transfer(request.request_id, params)
@@ -269,15 +274,23 @@ class SchedulerHalf:
         """Tell the prefill side that nobody will take this transfer."""
         params = request.kv_transfer_params
         params["do_remote_prefill"] = False
-        cancel = Cancel(
-            transfer_id=name_transfer(request.request_id, params).transfer_id,
-            attempt=FIRST_ATTEMPT,
-            sink_engine=self._own.engine,
-            sink_incarnation=self._own.incarnation,
-            request_id=request.request_id,
-            reason=reason[:256],
-        )
-        self._sink.unwanted(cancel, _hint(params))
+        self._queued.pop(request.request_id, None)
+        self._sink.unwanted(Cancel(**self._sink_of(request), reason=reason[:256]), _hint(params))
+
+    def _sink_of(self, request: Any) -> dict[str, Any]:
+        return {
+            "transfer_id": name_transfer(request.request_id, request.kv_transfer_params).transfer_id,
+            "attempt": FIRST_ATTEMPT,
+            "sink_engine": self._own.engine,
+            "sink_incarnation": self._own.incarnation,
+            "request_id": request.request_id,
+        }
+
+    def _want_queued(self) -> None:
+        """Renew the block leases of what waits in vLLM's queue; from a thread that does not depend on vLLM's steps."""
+        while not self._closed.wait(self._config.block_lease_s / 3):
+            for about, hint in list(self._queued.values()):
+                self._sink.want(Wanted(**about), hint)
 
     def _about(self, name: TransferName, request_id: str) -> dict[str, Any]:
         return {

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 from kvbus.bus import Bus
 from kvbus.config import Config
-from kvbus.lease import TERM_S
+from kvbus.lease import term_s
 from kvbus.matcher import Matcher
+from kvbus.matching import Drain
 from kvbus.membership import Membership
 from kvbus.messages import Heartbeat
 from kvbus.metrics import Counters
@@ -61,12 +62,18 @@ class WorkerHalf:
         self._writer = Writer("kvbus-writer", self._counters)
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
-        self._node: Node | None = None
+        self.node: Node | None = None
         self._recorder = Recorder(f"kvbus-{own.role.value}", {"kvbus.engine": own.engine, "kvbus.rank": self.rank})
 
     @property
     def rank(self) -> int:
         return self._plane.rank
+
+    @property
+    def waiting(self) -> int:
+        """How many transfers this rank knows of."""
+        rank = self._rank
+        return self._writer.call(lambda: rank.transfers) if rank is not None else 0
 
     @property
     def plane(self) -> Plane:
@@ -77,7 +84,7 @@ class WorkerHalf:
         plane, own = self._plane, self._own
         self._writer.call(lambda: plane.register(kv_caches))
         name = f"kvbus-{own.engine[:8]}-rank{plane.rank}"
-        node = self._node = Node(
+        node = self.node = Node(
             self._make_bus(name),
             Subjects(self._config.namespace),
             name=name,
@@ -90,6 +97,7 @@ class WorkerHalf:
             rank=plane.rank,
             ranks=plane.ranks,
             block_lease_s=self._config.block_lease_s,
+            write_lease_s=self._config.write_lease_s,
         )
         self._rank = Rank(
             matcher=matcher,
@@ -102,7 +110,8 @@ class WorkerHalf:
             counters=self._counters,
             recorder=self._recorder,
             pulse_interval_s=self._config.heartbeat_interval_s if own.role.prefills else None,
-            first_pulse_at=time.monotonic() + own.incarnation / 1e9 + TERM_S - time.time(),
+            first_pulse_at=self._first_pulse_at(),
+            max_write_s=self._config.max_write_s,
         )
         self._writer.drive(self._rank)
         node.start()
@@ -121,10 +130,22 @@ class WorkerHalf:
         return self._rank.report() if self._rank is not None else RankReport()
 
     def close(self) -> None:
-        if self._node is not None:
-            self._node.close()
+        """Tell whoever waits, let posted WRITEs end (bounded in time), then leave."""
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            self._writer.submit(Drain())
+            deadline = time.monotonic() + self._config.max_write_s
+            while self._writer.call(lambda: rank.writing) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if self.node is not None:
+            self.node.close()
         self._writer.close()
         self._recorder.close()
+
+    def _first_pulse_at(self) -> float:
+        """A term after this engine began to start: by then what its predecessor posted has ended."""
+        age_s = time.time() - self._own.incarnation / 1e9
+        return time.monotonic() - age_s + term_s(self._config.write_lease_s, self._config.max_write_s)
 
     def _submit_from_bus(self, item: Item) -> None:
         self._writer.submit(item, droppable=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -358,3 +359,48 @@ def test_the_lease_frees_what_nobody_fetches(boot: Boot) -> None:
     p_leg, _ = legs()
     prefill.prefill(p_leg, P_BLOCKS)
     eventually_sync(lambda: prefill.has_released(p_leg.request_id))
+
+
+def test_what_waits_in_decodes_queue_is_kept(boot: Boot) -> None:
+    """L1: the lease is renewed by a thread that does not depend on steps, until decode has blocks for it."""
+    options = {"block_lease_s": 0.3}
+    prefill, decode = boot("P", options=options), boot("D", options=options)
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    p_leg, d_leg = legs()
+    decode.scheduler.arrived(d_leg)
+    prefill.prefill(p_leg, P_BLOCKS)
+    later = time.monotonic() + 1.0
+    while time.monotonic() < later:
+        assert not prefill.has_released(p_leg.request_id)
+    decode.allocate(d_leg, D_BLOCKS)
+    eventually_sync(lambda: done(decode, d_leg, prefill, p_leg))
+    assert decode.received[d_leg.request_id] is True
+
+
+def test_an_engine_that_leaves_tells_whoever_waits(boot: Boot) -> None:
+    """C5."""
+    prefill, decode = boot("P"), boot("D")
+    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    _, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    eventually_sync(lambda: prefill.workers[0].waiting == 1)
+    prefill.close()
+    eventually_sync(lambda: decode.has_received(d_leg.request_id))
+    assert decode.received[d_leg.request_id] is False
+
+
+def test_a_dead_prefill_engine_is_fenced_and_decode_goes_on(
+    pair: tuple[FakeEngine, FakeEngine], fabric: Fabric
+) -> None:
+    """C1, C2: as kill -9. The blocks come back when the write lease has run out, and not before."""
+    prefill, decode = pair
+    fabric.slow = True
+    p_leg, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: prefill.planes[0]._posted)
+    died = time.monotonic()
+    prefill.die()
+    eventually_sync(lambda: decode.has_received(d_leg.request_id), timeout_s=20)
+    assert decode.received[d_leg.request_id] is False
+    assert time.monotonic() - died > 3.0

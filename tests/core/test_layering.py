@@ -17,7 +17,7 @@ LAYERS = [
     {"matching", "matcher", "registrar", "arrivals", "membership", "lease"},
     {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "rank", "writer", "node"},
     {"source", "sink"},
-    {"router", "local"},
+    {"router", "local", "sim"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module in modules}

@@ -9,6 +9,7 @@ import pytest
 
 from kvbus.matcher import Matcher
 from kvbus.matching import (
+    Drain,
     Effect,
     Introduce,
     PooledCancel,
@@ -36,6 +37,7 @@ from kvbus.messages import (
     TransferDone,
     TransferFailed,
     TransferStarted,
+    Wanted,
 )
 
 SOURCE = {"transfer_id": "t", "source_engine": "P", "source_incarnation": 5}
@@ -367,3 +369,28 @@ class TestWriteLease:
         matcher.apply(REGISTRATION, 0.1)
         matcher.apply(COMPLETED, 0.2)
         assert matcher.apply(echo, 0.3) == []
+
+
+def test_the_lease_is_renewed_while_decode_wants_it(matcher: Matcher) -> None:
+    """L1: decode's queue is longer than the block lease."""
+    wanted = Wanted("t", 1, "D", 7, "d1")
+    assert matcher.apply(wanted, 0.5) == [Reject("nothing to keep")]
+    matcher.apply(COMPLETED, 1.0)
+    for second in range(10, 100, 10):
+        assert matcher.apply(wanted, float(second)) == []
+        assert matcher.tick(second + 9.0) == []
+    assert matcher.apply(REGISTRATION, 100.0) == [ACK, POST, STARTED]
+    assert matcher.apply(wanted, 101.0) == [Reject("nothing to keep")], "the WRITE has no lease to renew"
+
+
+def test_draining_tells_whoever_waits_and_takes_nothing_new(matcher: Matcher) -> None:
+    """C5."""
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(replace(COMPLETED, transfer_id="u", request_id="p2"), 1.0)
+    matcher.apply(replace(REGISTRATION, transfer_id="w", request_id="d3"), 1.0)
+    matcher.apply(replace(COMPLETED, transfer_id="w", request_id="p3"), 1.0)
+    assert matcher.apply(Drain(), 2.0) == [failure("draining"), ReleaseBlocks("p2")]
+    assert matcher.apply(replace(REGISTRATION, transfer_id="v"), 3.0) == [refusal("draining", transfer_id="v")]
+    assert matcher.apply(PooledRegistration(replace(POOLED, transfer_id="v")), 3.0) == [Reject("draining")]
+    assert matcher.counts["writing"] == 1
+    assert matcher.apply(WriteEnded("w", 1, 9), 4.0)[-1] == ReleaseBlocks("p3")

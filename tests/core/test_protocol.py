@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.lease import TERM_S, SinkLease
+from kvbus.lease import SinkLease, term_s
 from kvbus.matcher import Matcher
 from kvbus.matching import PooledCancel, PooledRegistration, PostWrite, ReleaseBlocks, Send, SinkJoined, WriteEnded
 from kvbus.messages import Cancel, LeaseEcho, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
@@ -65,7 +65,7 @@ class World:
 
     def boot_prefill(self) -> None:
         self.incarnation += 1
-        self.first_pulse_at = self.now + TERM_S if self.incarnation > 1 else 0.0
+        self.first_pulse_at = self.now + term_s() if self.incarnation > 1 else 0.0
         self.matcher = Matcher(
             engine="P",
             incarnation=self.incarnation,

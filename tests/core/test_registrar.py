@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.lease import TERM_S, SinkLease
+from kvbus.lease import SinkLease, term_s
 from kvbus.messages import (
     Cancel,
     CancelAck,
@@ -188,7 +188,7 @@ def test_a_prefill_engine_that_left_is_not_waited_for() -> None:
     assert registrar.apply(SourceLeft("P", 4), 1.0) == [], "an older incarnation"
     assert registrar.apply(SourceLeft("P", 5), 1.0) == []
     at, effects = run_out(registrar)
-    assert at == pytest.approx(TERM_S)
+    assert at == pytest.approx(term_s())
     assert effects == [Abandon("d1", "prefill engine left" + FENCED)]
 
 
@@ -232,7 +232,7 @@ def test_unknown_requests_are_refused() -> None:
 class TestFence:
     """F1, F3: without an answer the write lease decides when blocks may be given back."""
 
-    TERM = TERM_S
+    TERM = term_s()
 
     def held(self, ranks: int = 1) -> Registrar:
         """A registration that every rank holds, and whose ranks were echoed at 0.0."""

@@ -93,6 +93,12 @@ class FakeEngine:
         for worker in self.workers:
             worker.close()
 
+    def die(self) -> None:
+        """As kill -9: nobody says goodbye."""
+        for node in (self.scheduler.node, *(worker.node for worker in self.workers)):
+            assert node is not None
+            node.bus.cut_off()  # type: ignore[attr-defined]
+
     def step(self, scheduled: dict[str, int] | None = None) -> StepPlan:
         """One step of vLLM's loop; results are gathered as its aggregator does: when every rank has reported."""
         plan = self.scheduler.plan_step(scheduled or {})
