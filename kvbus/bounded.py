@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -16,6 +16,9 @@ class BoundedDict(dict[K, V], Generic[K, V]):
     def __init__(self, cap: int) -> None:
         super().__init__()
         self._cap = cap
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._cap,), None, None, iter(self.items())
 
     def __setitem__(self, key: K, value: V) -> None:
         if key not in self and len(self) >= self._cap:
@@ -36,6 +39,9 @@ class Deadlines(Generic[K]):
         self._at: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._tie = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _deadlines, (sorted(self._at.items(), key=repr),)
 
     def set(self, key: K, at: float) -> None:
         self._at[key] = at
@@ -69,3 +75,10 @@ class Deadlines(Generic[K]):
 
     def __len__(self) -> int:
         return len(self._at)
+
+
+def _deadlines(items: list[tuple[K, float]]) -> Deadlines[K]:
+    made: Deadlines[K] = Deadlines()
+    for key, at in items:
+        made.set(key, at)
+    return made

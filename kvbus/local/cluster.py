@@ -193,6 +193,20 @@ class Cluster:
         self.engines[name] = engine
         return engine
 
+    def forget(self, name: str) -> None:
+        """End an engine and no longer ask for it to be alive."""
+        engine = self.engines.pop(name)
+        engine.child.stop()
+        self._children.remove(engine.child)
+
+    def replace_nats(self, server: NatsServer) -> None:
+        """Take another server, at the same address, for the one that ended."""
+        if self.nats is not None:
+            self.nats.stop()
+            self._children.remove(self.nats.child)
+        self.nats = server
+        self._children.append(server.child)
+
     def _start(self) -> None:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.port = self._port or free_port()

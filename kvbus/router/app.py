@@ -1,7 +1,8 @@
 """The router's HTTP application.
 
 The one rule: what a client gets is what the decode engine says, byte for byte, unless the prefill engine refuses before
-the first byte: then it is what the prefill engine says.
+the first byte: then it is what the prefill engine says. A prefill engine that does not answer refuses nothing: the
+decode engine computes the prompt itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from kvbus.errors import LocalClusterError
 from kvbus.membership import Membership
 from kvbus.messages import Heartbeat
 from kvbus.node import Node
-from kvbus.router.choose import Pair, choose
+from kvbus.router.choose import Pair, choose, choose_decode
 from kvbus.router.legs import decode_leg, new_transfer_id, prefill_leg, traceparent_for
 from kvbus.subjects import Subjects
 
@@ -40,7 +41,7 @@ _NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}
 
 
 class PrefillRefusedError(Exception):
-    """The prefill engine answered with an error, or not at all."""
+    """The prefill engine answered with an error."""
 
     def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         self.status, self.body, self.content_type = status, body, content_type
@@ -109,28 +110,41 @@ class Router:
         engines = self._node.membership.peers()
         model = body.get("model")
         pair = choose(engines, model if isinstance(model, str) else None, self._outstanding)
-        if pair is None:
-            return self._no_pair(engines, model)
-        with self._counted(pair):
-            return await self._forward(request, body, pair)
+        if pair is not None:
+            with self._counted(pair.prefill.engine, pair.decode.engine):
+                return await self._forward(request, body, pair)
+        alone = choose_decode(engines, model if isinstance(model, str) else None, self._outstanding)
+        if alone is None:
+            return self._no_engine(engines, model)
+        with self._counted(alone.engine):
+            return await self._forward_alone(request, body, alone)
 
-    def _no_pair(self, engines: list[Heartbeat], model: object) -> web.Response:
+    def _no_engine(self, engines: list[Heartbeat], model: object) -> web.Response:
         served = sorted({peer.model for peer in engines})
         if isinstance(model, str) and served and model not in served:
             return error(404, f"the model {model!r} does not exist; served: {', '.join(served)}", "NotFoundError")
-        missing = "no compatible pair of a prefill and a decode engine is ready"
+        missing = "no decode engine is ready"
         if not self._node.bus.connected:
             missing = "the bus is not connected, so no engine is known"
         return error(503, missing, "service_unavailable")
 
     @contextlib.contextmanager
-    def _counted(self, pair: Pair) -> Any:
-        engines = (pair.prefill.engine, pair.decode.engine)
+    def _counted(self, *engines: str) -> Any:
         self._outstanding.update(engines)
         try:
             yield
         finally:
             self._outstanding.subtract(engines)
+
+    async def _forward_alone(self, request: web.Request, body: dict[str, Any], engine: Heartbeat) -> web.StreamResponse:
+        """No prefill engine is there for it: the decode engine computes the prompt."""
+        logger.warning("kvbus: no prefill engine is ready; %s computes the prompt itself", engine.engine)
+        headers = {key: value for key, value in request.headers.items() if key.lower() not in _NOT_FORWARDED}
+        nothing = asyncio.create_task(asyncio.sleep(0))
+        try:
+            return await self._decode(request, engine, body, headers, nothing, {DECODE_HEADER: engine.engine})
+        except aiohttp.ClientError as failure:
+            return error(502, f"decode engine {engine.engine}: {failure}", "bad_gateway")
 
     async def _forward(self, request: web.Request, body: dict[str, Any], pair: Pair) -> web.StreamResponse:
         transfer_id = new_transfer_id()
@@ -149,7 +163,7 @@ class Router:
         )
         try:
             leg = decode_leg(body, transfer_id, traceparent, pair.prefill.engine)
-            return await self._decode(request, pair, leg, headers, prefill, marks)
+            return await self._decode(request, pair.decode, leg, headers, prefill, marks)
         except PrefillRefusedError as refused:
             return web.Response(
                 status=refused.status, body=refused.body, content_type=refused.content_type, headers=marks
@@ -169,19 +183,19 @@ class Router:
                 if answer.status >= 400:
                     raise PrefillRefusedError(answer.status, content, answer.content_type)
         except aiohttp.ClientError as failure:
-            message = f"prefill engine {engine.engine}: {failure or type(failure).__name__}"
-            raise PrefillRefusedError(502, error_body(message, "bad_gateway", 502)) from failure
+            why = failure or type(failure).__name__
+            logger.warning("kvbus: prefill engine %s does not answer: %s; decode goes on alone", engine.engine, why)
 
     async def _decode(
         self,
         request: web.Request,
-        pair: Pair,
+        engine: Heartbeat,
         leg: dict[str, Any],
         headers: Mapping[str, str],
         prefill: asyncio.Task[None],
         marks: Mapping[str, str],
     ) -> web.StreamResponse:
-        url = f"http://{pair.decode.address}{request.path}"
+        url = f"http://{engine.address}{request.path}"
         async with contextlib.AsyncExitStack() as stack:
             answer = await _unless_refused(
                 prefill, stack.enter_async_context(self._session.post(url, json=leg, headers=headers))

@@ -15,6 +15,16 @@ class Pair:
     decode: Heartbeat
 
 
+def choose_decode(engines: Sequence[Heartbeat], model: str | None, outstanding: Mapping[str, int]) -> Heartbeat | None:
+    """The decode engine with the fewest requests outstanding, to compute a prompt itself; None if there is none."""
+    ready = [engine for engine in engines if engine.role.decodes and _usable(engine, model)]
+    return min(ready, key=lambda engine: (outstanding.get(engine.engine, 0), engine.engine), default=None)
+
+
+def _usable(engine: Heartbeat, model: str | None) -> bool:
+    return engine.state is State.READY and bool(engine.address) and (model is None or engine.model == model)
+
+
 def choose(engines: Sequence[Heartbeat], model: str | None, outstanding: Mapping[str, int]) -> Pair | None:
     """The compatible pair with the fewest requests of ours outstanding; None if there is none.
 
@@ -23,15 +33,12 @@ def choose(engines: Sequence[Heartbeat], model: str | None, outstanding: Mapping
         outstanding: requests that this router has sent to each engine and that are not over.
     """
 
-    def usable(engine: Heartbeat) -> bool:
-        return engine.state is State.READY and bool(engine.address) and (model is None or engine.model == model)
-
     pairs = [
         Pair(prefill, decode)
         for prefill in engines
-        if prefill.role.prefills and usable(prefill)
+        if prefill.role.prefills and _usable(prefill, model)
         for decode in engines
-        if decode.role.decodes and usable(decode) and decode.engine != prefill.engine
+        if decode.role.decodes and _usable(decode, model) and decode.engine != prefill.engine
         if not differences(prefill, decode)
     ]
 

@@ -14,7 +14,7 @@ from support.waiting import eventually
 
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Heartbeat, Role, State, encode
+from kvbus.messages import Bye, Heartbeat, Role, State, encode
 from kvbus.node import Node
 from kvbus.router.app import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER, Router
 from kvbus.subjects import Subjects
@@ -55,8 +55,13 @@ class FakeApi:
 class Front:
     """A router between a client and two fake engines."""
 
-    def __init__(self, client: TestClient[Any, Any], prefill: FakeApi, decode: FakeApi, broker: MemoryBroker) -> None:
-        self.client, self.prefill, self.decode, self.broker = client, prefill, decode, broker
+    def __init__(
+        self, client: TestClient[Any, Any], prefill: FakeApi, decode: FakeApi, broker: MemoryBroker, node: Node
+    ) -> None:
+        self.client, self.prefill, self.decode, self.broker, self._node = client, prefill, decode, broker, node
+
+    def members(self) -> int:
+        return len(self._node.membership.peers())
 
 
 async def serve(api: FakeApi) -> TestServer:
@@ -88,7 +93,7 @@ async def front() -> AsyncIterator[Front]:
         broker.route(subjects.heartbeats(role, name), encode(beat))
     await eventually(lambda: len(node.membership.peers()) == 2)
     try:
-        yield Front(client, apis["P"], apis["D"], broker)
+        yield Front(client, apis["P"], apis["D"], broker, node)
     finally:
         await client.close()
         for server in servers.values():
@@ -163,13 +168,32 @@ async def test_a_client_that_goes_away_ends_both_legs(front: Front) -> None:
     await eventually(lambda: front.prefill.cancelled == front.decode.cancelled == 1)
 
 
-async def test_engines_that_do_not_answer_are_a_bad_gateway(front: Front) -> None:
+async def test_a_prefill_engine_that_does_not_answer_leaves_it_to_decode(front: Front) -> None:
+    """C1: killed between its heartbeat and the request, or in the middle of it."""
     beat = Heartbeat("P", 1, 2, Role.PREFILL, State.READY, 1, "m", "127.0.0.1:1")
     front.broker.route(Subjects("default").heartbeats("prefill", "P"), encode(beat))
-    front.decode.hold.clear()
+    answer = await front.client.post("/v1/completions", json={})
+    assert (answer.status, await answer.json()) == (200, {"ok": True})
+
+
+async def test_without_a_prefill_engine_decode_gets_the_clients_request_as_it_is(front: Front) -> None:
+    front.broker.route(Subjects("default").bye("P"), encode(Bye("P", 1)))
+    await eventually(lambda: front.members() == 1)
+    body = {"model": "m", "prompt": "Hi"}
+    answer = await front.client.post("/v1/completions", json=body)
+    assert answer.status == 200
+    assert [each[1] for each in front.decode.requests] == [body]
+    assert front.prefill.requests == []
+    assert DECODE_HEADER in answer.headers
+    assert PREFILL_HEADER not in answer.headers
+
+
+async def test_a_decode_engine_that_does_not_answer_is_a_bad_gateway(front: Front) -> None:
+    beat = Heartbeat("D", 1, 2, Role.DECODE, State.READY, 1, "m", "127.0.0.1:1")
+    front.broker.route(Subjects("default").heartbeats("decode", "D"), encode(beat))
     answer = await front.client.post("/v1/completions", json={})
     assert answer.status == 502
-    assert "prefill engine P" in (await answer.json())["error"]["message"]
+    assert "decode engine D" in (await answer.json())["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -207,4 +231,4 @@ async def test_without_engines_it_says_so() -> None:
         assert (await client.get("/v1/models")).status == 503
         answer = await client.post("/v1/completions", json={"model": "m"})
         assert answer.status == 503
-        assert "no compatible pair" in (await answer.json())["error"]["message"]
+        assert "no decode engine is ready" in (await answer.json())["error"]["message"]

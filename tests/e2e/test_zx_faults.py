@@ -1,0 +1,116 @@
+"""Engines and the NATS server killed under load; on real engines. Named to run after the healthy ones."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.engines import ARGUMENTS, complete, prompt, say
+
+from kvbus.local.cluster import Cluster
+from kvbus.local.load import Shot, make_prompt, plain_stream, run_load
+from kvbus.local.nats_server import NatsServer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+RATE = 4.0
+BLOCK_LEASE_S = 6.0
+
+
+@pytest.fixture(scope="module")
+def frail(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster to be hurt."""
+    logs = tmp_path_factory.mktemp("frail")
+    with Cluster(model, logs, arguments=ARGUMENTS, extra={"block_lease_s": BLOCK_LEASE_S}, say=say) as running:
+        yield running
+
+
+async def load_with(
+    cluster: Cluster, reference: str, seconds: float, seed: int, hurt: Callable[[], None], after_s: float
+) -> list[Shot]:
+    """Load the router, call ``hurt`` in the middle, and check every answer that was given."""
+    prompts = [make_prompt(900, seed + number) for number in range(int(seconds * RATE))]
+    alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
+
+    async def later() -> None:
+        await asyncio.sleep(after_s)
+        hurt()
+
+    hurting = asyncio.create_task(later())
+    shots = await run_load(plain_stream(cluster.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=8, timeout_s=60)
+    await hurting
+    wrong = [shot.index for shot in shots if not shot.error and shot.tokens != alone[shot.index].tokens]
+    assert wrong == [], "an answer differs from the reference"
+    return shots
+
+
+async def until_free(cluster: Cluster, name: str, blocks: int, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while (beat := cluster.observer.engines.get(name)) is None or beat.free_blocks != blocks:
+        assert time.monotonic() < deadline, f"{name}: {beat}, expected {blocks} free blocks"
+        await asyncio.sleep(0.1)
+
+
+def free(cluster: Cluster, name: str) -> int:
+    return cluster.observer.engines[name].free_blocks
+
+
+async def restart(cluster: Cluster, name: str) -> None:
+    """Start a killed engine again under its name."""
+    cluster.forget(name)
+    cluster.start_engine(name)
+    await asyncio.to_thread(cluster.wait_ready)
+
+
+async def test_nats_killed_for_twenty_seconds_loses_no_request(frail: Cluster, reference: str) -> None:
+    """C6."""
+    blocks = free(frail, "decode-0")
+    assert frail.nats is not None
+    server = frail.nats
+
+    def kill() -> None:
+        server.child.signal(signal.SIGKILL)
+
+    async def come_back() -> None:
+        await asyncio.sleep(24)
+        frail.replace_nats(await asyncio.to_thread(NatsServer, frail.logs, server.port, "nats-again"))
+
+    back = asyncio.create_task(come_back())
+    shots = await load_with(frail, reference, 16, 1000, kill, after_s=4)
+    assert [shot.error for shot in shots if shot.error] == []
+    assert max(shot.ttft_s for shot in shots) < 8
+    await back
+    await asyncio.sleep(3)
+    got = await complete(frail.url, prompt(300, seed=77))
+    assert frail.observer.transfer(got.headers["X-KVBus-Transfer-Id"]), "full speed afterwards"
+    await until_free(frail, "decode-0", blocks, 10)
+
+
+async def test_a_killed_prefill_engine_loses_no_request(frail: Cluster, reference: str) -> None:
+    """C1."""
+    blocks = free(frail, "decode-0")
+    kill = frail.engines["prefill-0"].child.signal
+    shots = await load_with(frail, reference, 16, 2000, lambda: kill(signal.SIGKILL), after_s=5)
+    assert [shot.error for shot in shots if shot.error] == []
+    assert max(shot.ttft_s for shot in shots) < 5 + 2
+    await until_free(frail, "decode-0", blocks, 10)
+    await restart(frail, "prefill-0")
+    got = await complete(frail.url, prompt(300, seed=78))
+    assert frail.observer.transfer(got.headers["X-KVBus-Transfer-Id"]), "it is used again without any command"
+
+
+async def test_a_killed_decode_engine_leaks_nothing_on_prefill(frail: Cluster, reference: str) -> None:
+    """L3, C3."""
+    blocks = free(frail, "prefill-0")
+    kill = frail.engines["decode-0"].child.signal
+    await load_with(frail, reference, 8, 3000, lambda: kill(signal.SIGKILL), after_s=4)
+    await until_free(frail, "prefill-0", blocks, BLOCK_LEASE_S + 5)
+    await restart(frail, "decode-0")
+    ids = prompt(700, seed=79)
+    got = await complete(frail.url, ids)
+    assert got.tokens == (await complete(reference, ids)).tokens
+    assert frail.observer.transfer(got.headers["X-KVBus-Transfer-Id"])
