@@ -1,6 +1,7 @@
 """``python -m kvbus.local.child COMMAND...``: becomes the command, and ends when the process that started it is gone.
 
-A parent that is killed cannot end its children; Linux can tell them.
+A parent that is killed cannot end its children; Linux can tell them. It watches the *thread* that started the child, so
+start children from one that lives as long as they shall.
 """
 
 from __future__ import annotations
