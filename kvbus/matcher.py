@@ -37,7 +37,6 @@ from kvbus.messages import (
     Cancel,
     CancelAck,
     LeaseEcho,
-    Message,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
@@ -87,8 +86,7 @@ class _Transfer:
 class _Tombstone:
     outcome: Outcome
     attempt: int
-    sink: str = ""
-    reply: Message | None = None
+    reply: CancelAck | TransferDone | TransferFailed | None = None
 
 
 class Matcher:
@@ -260,9 +258,9 @@ class Matcher:
     def _register_late(self, registration: Registration, tombstone: _Tombstone, *, direct: bool) -> list[Effect]:
         if tombstone.outcome is Outcome.CANCELLED and not direct:
             return [Reject("late registration")]  # a cancel to the pool is remembered by engines that it did not mean
-        same = registration.attempt == tombstone.attempt and registration.sink_engine == tombstone.sink
-        if same and tombstone.reply is not None:
-            return [Send(registration.sink_engine, tombstone.reply)]
+        reply = tombstone.reply
+        if reply is not None and (reply.attempt, reply.request_id) == (registration.attempt, registration.request_id):
+            return [Send(registration.sink_engine, reply)]  # word of the end was lost
         if registration.attempt < tombstone.attempt:
             return [Reject("stale attempt")]
         return [self._ack(registration, refused=tombstone.outcome.value)]
@@ -457,7 +455,7 @@ class Matcher:
     def _end(self, key: str, transfer: _Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
         """End a transfer without success and tell its sink, if it has one."""
         registration = transfer.registration
-        reply: Message | None = None
+        reply: CancelAck | TransferFailed | None = None
         if registration is not None:
             if outcome is Outcome.CANCELLED:
                 reply = CancelAck(**self._about(registration))
@@ -465,12 +463,18 @@ class Matcher:
                 reply = TransferFailed(**self._about(registration), reason=reason or outcome.value)
         return self._bury(key, transfer, outcome, reply)
 
-    def _bury(self, key: str, transfer: _Transfer, outcome: Outcome, reply: Message | None) -> list[Effect]:
+    def _bury(
+        self,
+        key: str,
+        transfer: _Transfer,
+        outcome: Outcome,
+        reply: CancelAck | TransferDone | TransferFailed | None,
+    ) -> list[Effect]:
         registration = transfer.registration
         sink, attempt = (registration.sink_engine, registration.attempt) if registration else ("", 0)
         self._transfers.pop(key, None)
         self._deadlines.drop(key)
-        self._tombstones[key] = _Tombstone(outcome, attempt, sink, reply)
+        self._tombstones[key] = _Tombstone(outcome, attempt, reply)
         effects: list[Effect] = [Send(sink, reply)] if reply is not None else []
         return effects + (self._release(transfer.completion) if transfer.completion else [])
 
@@ -509,6 +513,8 @@ def _mismatch(registration: Registration, completion: PrefillCompleted, sink: Si
     """Why the two cannot be joined, empty if they can. Rule F6: ids are checked before a WRITE is built."""
     if registration.prompt_tokens != completion.tokens:
         return f"prompt has {registration.prompt_tokens} tokens on decode, {completion.tokens} on prefill"
+    if registration.digest and completion.digest and registration.digest != completion.digest:
+        return "decode and prefill were given different prompts under one transfer id"
     if len(registration.blocks) != len(completion.blocks):
         return f"{len(registration.blocks)} KV groups on decode, {len(completion.blocks)} on prefill"
     if blocks.highest(registration.blocks) >= sink.num_blocks:

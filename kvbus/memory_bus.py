@@ -10,6 +10,7 @@ import contextlib
 import fnmatch
 import itertools
 import logging
+from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
@@ -19,6 +20,8 @@ from kvbus.errors import BusUnavailableError, PayloadTooLargeError
 from kvbus.metrics import Counters
 
 logger = logging.getLogger(__name__)
+
+MAX_LOG = 1 << 14
 
 
 def subject_matches(pattern: str, subject: str) -> bool:
@@ -37,7 +40,7 @@ class MemoryBroker:
         self.up = True
         self._clients: list[MemoryBus] = []
         self._dropped: list[str] = []
-        self.log: list[tuple[str, bytes]] = []
+        self.log: deque[tuple[str, bytes]] = deque(maxlen=MAX_LOG)
 
     @contextlib.contextmanager
     def dropping(self, pattern: str) -> Iterator[None]:

@@ -93,7 +93,7 @@ class Registration(_FromSink):
 
     ``blocks`` holds only those still to be filled, the prompt's last ones; ``request_id`` is the decode engine's.
     ``source_incarnation`` is that of the prefill engine it was sent to: only this one may write; 0 while it is unknown.
-    ``echoes`` and ``epoch``: see :mod:`kvbus.lease`.
+    ``echoes`` and ``epoch``: see :mod:`kvbus.lease`. ``digest`` is of the prompt's token ids, empty if there are none.
     """
 
     KIND = "reg"
@@ -101,6 +101,7 @@ class Registration(_FromSink):
     blocks: BlockRuns
     prompt_tokens: int
     cached_tokens: int = 0
+    digest: str = ""
     traceparent: str = ""
     source_incarnation: int = 0
     echoes: Echoes = ()
@@ -153,6 +154,7 @@ class PrefillCompleted(_FromSource):
     request_id: str
     blocks: BlockRuns
     tokens: int
+    digest: str = ""
     traceparent: str = ""
 
 

@@ -262,6 +262,8 @@ class Registrar:
     def _from_source(self, event: FromSource, receive: _Receive, now: float) -> list[Effect]:
         if isinstance(event, PrefillProgress | PrefillCompleted | PrefillFailed):
             return self._from_prefill(event, receive, now)
+        if event.request_id != receive.registration.request_id:
+            return [Reject("another request")]
         if event.attempt != receive.registration.attempt:
             return [Reject("another attempt")]
         if receive.ranks and event.source_engine != receive.engine:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,16 @@ def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
     if isinstance(given, str) and given:
         base = given
     return TransferName(base, base if sample == prompt == "0" else f"{base}#{sample}.{prompt}")
+
+
+def digest_of(token_ids: Sequence[int] | None, count: int) -> str:
+    """A digest of the first ``count`` token ids, which both engines must agree on; empty for a prompt of embeddings.
+
+    It catches a router that mixes requests up, and parameters that were invented or replayed.
+    """
+    if token_ids is None:
+        return ""
+    return hashlib.blake2b(array("I", token_ids[:count]).tobytes(), digest_size=8).hexdigest()
 
 
 def role_of(kv_role: str) -> Role:

@@ -34,7 +34,7 @@ from kvbus.sink import SinkScheduler, serve_metadata
 from kvbus.subjects import Subjects, is_token
 from kvbus.tracing import Recorder
 
-from .identity import TransferName, listening_address, name_transfer
+from .identity import TransferName, digest_of, listening_address, name_transfer
 from .step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,7 @@ class SchedulerHalf:
             blocks=block_runs.to_runs(self._rules.clip(block_ids)),
             prompt_tokens=prompt_tokens,
             cached_tokens=prompt_tokens - external_tokens,
+            digest=digest_of(request.prompt_token_ids, prompt_tokens),
             traceparent=_traceparent(request),
         )
         self._receiving[request.request_id] = True
@@ -225,6 +226,7 @@ class SchedulerHalf:
             **self._about(name, request_id),
             blocks=runs,
             tokens=request.num_computed_tokens,
+            digest=digest_of(request.prompt_token_ids, request.num_computed_tokens),
             traceparent=_traceparent(request),
         )
         self._publish_prefill(completed, reliable=True)

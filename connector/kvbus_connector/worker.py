@@ -58,8 +58,8 @@ class WorkerHalf:
         make_bus: Callable[[str], Bus],
     ) -> None:
         self._config, self._own, self._make_bus = config, own, make_bus
-        self._counters = Counters()
-        self._writer = Writer("kvbus-writer", self._counters)
+        self.counters = Counters()
+        self._writer = Writer("kvbus-writer", self.counters)
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
         self.node: Node | None = None
@@ -107,7 +107,7 @@ class WorkerHalf:
             publish=ears.publish,
             introduce=ears.introduce,
             clock=time.monotonic,
-            counters=self._counters,
+            counters=self.counters,
             recorder=self._recorder,
             pulse_interval_s=self._config.heartbeat_interval_s if own.role.prefills else None,
             first_pulse_at=self._first_pulse_at(),

@@ -343,6 +343,18 @@ def test_a_wrong_prompt_is_not_written(pair: tuple[FakeEngine, FakeEngine]) -> N
     assert decode.planes[0].content == {}
 
 
+def test_another_prompt_of_the_same_length_is_not_written(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """H5: a router that mixes two requests up."""
+    prefill, decode = pair
+    p_leg, d_leg = legs()
+    p_leg.prompt_token_ids, d_leg.prompt_token_ids = list(range(96)), [*range(95), 7]
+    decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: done(decode, d_leg, prefill, p_leg))
+    assert decode.received[d_leg.request_id] is False
+    assert decode.planes[0].content == {}
+
+
 def test_block_ids_out_of_range_are_not_written(pair: tuple[FakeEngine, FakeEngine]) -> None:
     """F6, H5."""
     prefill, decode = pair

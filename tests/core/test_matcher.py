@@ -110,6 +110,16 @@ def test_both_twice_are_joined_once(matcher: Matcher) -> None:
     assert matcher.apply(WriteEnded("t", 1, 900), 3.3) == [Reject("unknown write")]
 
 
+def test_a_used_up_transfer_is_refused_to_another_request(matcher: Matcher) -> None:
+    """H5: replayed parameters."""
+    matcher.apply(COMPLETED, 1.0)
+    matcher.apply(REGISTRATION, 2.0)
+    matcher.apply(WriteEnded("t", 1, 900), 3.0)
+    assert matcher.apply(replace(REGISTRATION, request_id="d2"), 4.0) == [
+        refusal("already transferred", request_id="d2")
+    ]
+
+
 def test_the_match_waits_for_the_sinks_memory() -> None:
     matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, **FOREVER)
     matcher.pulse(0.0)
@@ -291,6 +301,7 @@ def test_an_unfit_sink_is_refused_with_the_reason(matcher: Matcher) -> None:
 @pytest.mark.parametrize(
     ("registration", "reason"),
     [
+        (replace(REGISTRATION, digest="ab"), "decode and prefill were given different prompts under one transfer id"),
         (replace(REGISTRATION, prompt_tokens=97), "prompt has 97 tokens on decode, 96 on prefill"),
         (replace(REGISTRATION, blocks=(((10, 3),), ())), "2 KV groups on decode, 1 on prefill"),
         (replace(REGISTRATION, blocks=(((62, 3),),)), "block 64 is out of the decode engine's 64 blocks"),
@@ -299,7 +310,7 @@ def test_an_unfit_sink_is_refused_with_the_reason(matcher: Matcher) -> None:
 def test_what_does_not_fit_together_is_not_written(matcher: Matcher, registration: Registration, reason: str) -> None:
     """F6, H5."""
     matcher.apply(registration, 1.0)
-    assert matcher.apply(COMPLETED, 2.0) == [failure(reason), RELEASE]
+    assert matcher.apply(replace(COMPLETED, digest="cd"), 2.0) == [failure(reason), RELEASE]
 
 
 @pytest.mark.parametrize("change", [{"source_engine": "Q"}, {"source_incarnation": 4}])

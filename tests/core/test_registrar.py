@@ -204,6 +204,7 @@ def test_when_the_bus_is_back_live_registrations_are_announced_again() -> None:
     ("changes", "reason"),
     [
         ({"attempt": 2}, "another attempt"),
+        ({"request_id": "d9"}, "another request"),
         ({"source_engine": "Q"}, "another prefill engine"),
         ({"source_incarnation": 6}, "another incarnation"),
         ({"rank": 1}, "bad rank"),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvbus.arrivals import Arrivals, Arrived
 from kvbus.lease import SinkLease, SourceLease
 from kvbus.matcher import Matcher
 from kvbus.sim.life import Life
@@ -35,6 +36,13 @@ def test_a_seed_gives_the_same_life() -> None:
     assert one == two
 
 
+def renew_only(self: Any, heard: Any, now: float) -> bool:
+    for engine, born, rank, number in heard.echoes:
+        if (engine, born, rank) == (self._engine, self._incarnation, self._rank):
+            self._lease.echoed(heard.sink_engine, heard.sink_incarnation, number)
+    return True
+
+
 def always(_: Any, *__: Any, **___: Any) -> Any:
     return float("inf")
 
@@ -49,6 +57,13 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
             (sink, incarnation), self._sent_at[self._number] + 5
         ),
         "partition",
+    ),
+    "F2: what an older epoch registered is not forgotten": (Matcher, "_renew", renew_only, "partition"),
+    "F5: a late notification is reported again": (
+        Arrivals,
+        "land",
+        lambda self, landed: [Arrived(landed.request_id, ok=True)],
+        "all",
     ),
     "F4: a cancel is acknowledged under a WRITE": (
         Matcher,

@@ -85,6 +85,26 @@ async def test_a_silent_recompute_does_not_pass_for_a_transfer(cluster: Cluster,
     assert "expected remote KV, computed locally: prefill engine nobody is not on the bus" in log
 
 
+async def test_stale_and_invented_parameters_never_give_another_prompts_answer(
+    cluster: Cluster, reference: str
+) -> None:
+    """H5: an id that was used up, and one that another prompt uses at the same time."""
+    decode, prefill = cluster.engines["decode-0"].url, cluster.engines["prefill-0"].url
+    one, two, three = prompt(260, seed=26), prompt(290, seed=27), prompt(260, seed=28)
+    expected = {tuple(ids): (await complete(reference, ids)).tokens for ids in (one, two, three)}
+    _, first = await post(f"{prefill}/v1/completions", body(one, 1, {"do_remote_decode": True}))
+    stale = first["kv_transfer_params"]
+    for ids in (one, two, three):
+        status, answer = await post(f"{decode}/v1/completions", body(ids, 12, dict(stale)))
+        assert status == 200
+        assert tuple(answer["choices"][0]["token_ids"]) == expected[tuple(ids)]
+    for ids in (two, three):
+        _, first = await post(f"{prefill}/v1/completions", body(one, 1, {"do_remote_decode": True}))
+        status, answer = await post(f"{decode}/v1/completions", body(ids, 12, first["kv_transfer_params"]))
+        assert status == 200
+        assert tuple(answer["choices"][0]["token_ids"]) == expected[tuple(ids)], "the KV of another prompt"
+
+
 async def test_a_prompt_that_is_too_long_gets_the_engines_own_refusal(cluster: Cluster) -> None:
     """H4."""
     status, answer = await post(f"{cluster.url}/v1/completions", body(prompt(4200), 5, {}))

@@ -91,6 +91,16 @@ async def test_nats_killed_for_twenty_seconds_loses_no_request(frail: Cluster, r
     await until_free(frail, "decode-0", blocks, 10)
 
 
+async def test_a_prefill_engine_that_is_told_to_end_loses_no_request(frail: Cluster, reference: str) -> None:
+    """C5: SIGTERM under load."""
+    blocks = free(frail, "decode-0")
+    end = frail.engines["prefill-0"].child.signal
+    shots = await load_with(frail, reference, 12, 4000, lambda: end(signal.SIGTERM), after_s=4)
+    assert [shot.error for shot in shots if shot.error] == []
+    await until_free(frail, "decode-0", blocks, 10)
+    await restart(frail, "prefill-0")
+
+
 async def test_a_killed_prefill_engine_loses_no_request(frail: Cluster, reference: str) -> None:
     """C1."""
     blocks = free(frail, "decode-0")

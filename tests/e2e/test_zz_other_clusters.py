@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,16 @@ async def test_unequal_tp_equals_the_reference(
         prompts = [prompt(100 + 50 * number, seed=60 + number) for number in range(6)]
         expected = [(await complete(exact_reference, ids)).tokens for ids in prompts]
         assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
+
+
+async def test_tiny_pools_with_preemption_equal_the_reference(model: Path, tmp_path: Path, reference: str) -> None:
+    """K6, A9: more requests than blocks on both sides: some wait, some are preempted, none hangs."""
+    arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "140"]
+    with Cluster(model, tmp_path, arguments=arguments, say=say) as cluster:
+        prompts = [prompt(400 + 60 * number, seed=80 + number) for number in range(12)]
+        expected = [(await complete(reference, ids, 100)).tokens for ids in prompts]
+        got = await asyncio.wait_for(complete_all(cluster.url, prompts, 100), 120)
+    assert [each.tokens for each in got] == expected
 
 
 CHATS = [

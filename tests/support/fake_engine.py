@@ -52,6 +52,7 @@ class Request:
     kv_transfer_params: dict[str, Any] | None
     num_prompt_tokens: int = 96
     num_computed_tokens: int = 96
+    prompt_token_ids: list[int] | None = None
     trace_headers: dict[str, str] | None = None
 
 
