@@ -46,6 +46,7 @@ def clear_errors() -> Iterator[None]:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, on_term)
+    signal.signal(signal.SIGINT, on_term)  # also where the shell that started us ignores it
     try:
         yield
     except KVBusError as error:
