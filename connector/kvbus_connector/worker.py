@@ -5,6 +5,7 @@ Called by the worker's main thread only, which never touches NIXL. Imports no vL
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ from kvbus.writer import Writer
 from .step import StepPlan
 
 logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 2.0
 
 
 class Plane(Transport, Protocol):
@@ -133,9 +136,10 @@ class WorkerHalf:
         """Tell whoever waits, let posted WRITEs end (bounded in time), then leave."""
         rank, self._rank = self._rank, None
         if rank is not None:
-            self._writer.submit(Drain())
+            with contextlib.suppress(TimeoutError):  # NIXL holds the thread: nothing can be waited for
+                self._writer.call(lambda: rank.handle(Drain()), timeout_s=CLOSE_TIMEOUT_S)
             deadline = time.monotonic() + self._config.max_write_s
-            while self._writer.call(lambda: rank.writing) and time.monotonic() < deadline:
+            while rank.writing and time.monotonic() < deadline:
                 time.sleep(0.01)
         if self.node is not None:
             self.node.close()
