@@ -1,9 +1,9 @@
 """Arrivals: which receives of one rank of a decode engine are complete, each reported exactly once.
 
 vLLM hands a request's blocks on the moment a rank reports its receive as finished, and dies of an id it does not
-know; so an id is reported once, only after the scheduler half has announced it, and never again.
+know; so an attempt is reported once, only after the scheduler half has announced it, and never again.
 
-Pure. Called by :class:`kvbus.sink.SinkRank` only.
+Pure. Called by :class:`kvbus.rank.Rank` only.
 """
 
 from __future__ import annotations
@@ -61,15 +61,15 @@ class Arrivals:
     def __init__(self, max_early: int = MAX_EARLY) -> None:
         self._expected: dict[str, _Expected] = {}
         self._early: BoundedDict[str, dict[int, Landed]] = BoundedDict(max_early)
-        self._reported: BoundedDict[str, None] = BoundedDict(MAX_REPORTED)
+        self._reported: BoundedDict[str, int] = BoundedDict(MAX_REPORTED)
         self.rejected: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._expected)
 
     def expect(self, request_id: str, attempt: int) -> list[Arrived]:
-        """The scheduler half has registered this request: its notifications count from now on."""
-        if request_id in self._reported:
+        """The scheduler half has registered this request: this attempt's notifications count from now on."""
+        if request_id in self._expected or self._reported.get(request_id, 0) >= attempt:
             return self._reject("expected again")
         self._expected[request_id] = _Expected(attempt)
         early = self._early.pop(request_id, {})
@@ -79,7 +79,7 @@ class Arrivals:
         """A notification came with a WRITE."""
         expected = self._expected.get(landed.request_id)
         if expected is None:
-            if landed.request_id in self._reported:
+            if self._reported.get(landed.request_id, 0) >= landed.attempt:
                 return self._reject("late notification")
             self._early.setdefault(landed.request_id, {})[landed.source_rank] = landed
             return []
@@ -97,8 +97,7 @@ class Arrivals:
         return self._report(request_id, ok=False)
 
     def _report(self, request_id: str, *, ok: bool) -> list[Arrived]:
-        del self._expected[request_id]
-        self._reported[request_id] = None
+        self._reported[request_id] = self._expected.pop(request_id).attempt
         return [Arrived(request_id, ok)]
 
     def _reject(self, reason: str) -> list[Arrived]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbus import blocks
 from kvbus.bounded import BoundedDict, Deadlines
-from kvbus.lease import WRITE_LEASE_S, SourceLease
+from kvbus.lease import WRITE_LEASE_S
 from kvbus.matching import (
     Drain,
     Effect,
@@ -36,6 +36,7 @@ from kvbus.matching import (
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     LeaseEcho,
     PrefillCompleted,
     PrefillFailed,
@@ -48,10 +49,10 @@ from kvbus.messages import (
     TransferStarted,
     Wanted,
 )
+from kvbus.sinks import Epoch, Sinks
 
 MAX_TRANSFERS = 1 << 16
 MAX_TOMBSTONES = 1 << 13
-MAX_SINKS = 1 << 12
 
 
 class Outcome(Enum):
@@ -63,6 +64,13 @@ class Outcome(Enum):
     CANCELLED = "cancelled"
     NO_PREFILL = "prefill failed"
     DRAINED = "draining"
+    SUPERSEDED = "superseded by another attempt"
+
+
+class _Stage(Enum):
+    WAITING = "waiting"  # for its other half, for the sink's memory, for the lease
+    WRITING = "writing"
+    WRITTEN = "written"  # the KV stays until the first token is out: another decode engine may have to take over
 
 
 @dataclass(slots=True)
@@ -74,12 +82,24 @@ class _Transfer:
     registered_at: float = 0.0
     acknowledged: bool = False
     bound: bool = False  # the registration was sent to this very incarnation: only then may it be written to
-    writing_since: float | None = None
+    stage: _Stage = _Stage.WAITING
+    writing_since: float = 0.0
     cancel: Cancel | None = None
+    delivered: bool = False
+    done: TransferDone | None = None
+    lowest_attempt: int = 0  # what was answered for earlier ones holds for ever: they are never written (F2, F4)
+    highest_attempt: int = 0  # heard of; a running WRITE of an earlier one is not the transfer's end
 
     def forget(self) -> None:
-        """Forget the registration."""
+        """Forget the registration; the decode engine may send it again."""
         self.registration, self.acknowledged, self.bound = None, False, False
+        self.stage, self.cancel, self.done, self.delivered = _Stage.WAITING, None, None, False
+
+    def close_attempt(self) -> None:
+        """Forget the registration, and refuse its attempt from now on."""
+        if self.registration is not None:
+            self.lowest_attempt = max(self.lowest_attempt, self.registration.attempt + 1)
+        self.forget()
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +137,7 @@ class Matcher:
         self._block_lease_s, self._pool_hold_s = block_lease_s, pool_hold_s
         self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
         self._transfers: dict[str, _Transfer] = {}
-        self._sinks: dict[str, SinkJoined] = {}
-        self._lease = SourceLease(write_lease_s)
-        self._epochs: BoundedDict[tuple[str, int], int] = BoundedDict(MAX_SINKS)
-        self._refused: BoundedDict[str, SinkRefused] = BoundedDict(MAX_SINKS)
+        self._sinks = Sinks(engine, incarnation, rank, write_lease_s)
         self._deadlines: Deadlines[str] = Deadlines()
         self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
         self._draining = False
@@ -131,7 +148,8 @@ class Matcher:
         """Sizes for metrics and tests: transfers by what they wait for."""
         held = self._transfers.values()
         return {
-            "writing": sum(t.writing_since is not None for t in held),
+            "writing": sum(t.stage is _Stage.WRITING for t in held),
+            "written": sum(t.stage is _Stage.WRITTEN for t in held),
             "awaiting_prefill": sum(t.completion is None for t in held),
             "awaiting_registration": sum(t.completion is not None and t.registration is None for t in held),
             "transfers": len(self._transfers),
@@ -157,9 +175,9 @@ class Matcher:
             case WriteEnded():
                 return self._end_write(event, now)
             case Cancel():
-                return self._cancel(event, direct=True)
+                return self._cancel(event, now, direct=True)
             case PooledCancel(cancel):
-                return self._cancel(cancel, direct=False)
+                return self._cancel(cancel, now, direct=False)
             case SinkJoined():
                 return self._join(event, now)
             case SinkLeft():
@@ -168,24 +186,25 @@ class Matcher:
                 return self._refuse(event)
             case Wanted():
                 return self._keep(event, now)
+            case Delivered():
+                return self._deliver(event)
             case Drain():
                 return self._drain()
             case LeaseEcho():
-                renewed = self._renew(event, now)
-                return self._match_all(event.sink_engine, now) if renewed else [Reject("stale epoch")]
+                return self._match_all(event.sink_engine, now) if self._hear(event) else [Reject("stale epoch")]
 
     def pulse(self, now: float) -> Pulse:
         """The pulse to send now; see :mod:`kvbus.lease`."""
-        return Pulse(self._engine, self._incarnation, self._rank, self._lease.pulse(now))
+        return Pulse(self._engine, self._incarnation, self._rank, self._sinks.pulse(now))
 
     def tick(self, now: float) -> list[Effect]:
         """End what has waited too long: completions without registration, and registrations without prefill."""
         effects: list[Effect] = []
         for transfer_id in self._deadlines.pop_due(now):
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or transfer.writing_since is not None:
+            if transfer is None or transfer.stage is _Stage.WRITING:
                 continue
-            if transfer.completion is None and not transfer.acknowledged:
+            if transfer.completion is None and not transfer.acknowledged and not transfer.lowest_attempt:
                 del self._transfers[transfer_id]  # an unclaimed registration from the pool: not ours to answer
                 effects.append(Reject("unclaimed registration"))
             else:
@@ -195,18 +214,17 @@ class Matcher:
     def _register(self, registration: Registration, now: float, *, direct: bool) -> list[Effect]:
         if registration.source_incarnation not in (0, self._incarnation):
             return [Reject("for another incarnation")]
-        if not self._renew(registration, now):
+        if not self._hear(registration):
             return [Reject("stale epoch")]
         bound = direct and registration.source_incarnation == self._incarnation
         if self._draining:
             return [self._ack(registration, refused=Outcome.DRAINED.value)] if direct else [Reject("draining")]
         key = registration.transfer_id
-        sink = self._sinks.get(registration.sink_engine)
-        if sink is not None and registration.sink_incarnation < sink.incarnation:
+        sink = (registration.sink_engine, registration.sink_incarnation)
+        if self._sinks.is_stale(*sink):
             return [Reject("stale incarnation")]
-        refused = self._refused.get(registration.sink_engine)
-        if refused is not None and refused.incarnation == registration.sink_incarnation:
-            return [self._ack(registration, refused=refused.reason)] if direct else [Reject("unfit sink")]
+        if refusal := self._sinks.refusal(*sink):
+            return [self._ack(registration, refused=refusal)] if direct else [Reject("unfit sink")]
         if tombstone := self._tombstones.get(key):
             return self._register_late(registration, tombstone, direct=direct)
         transfer = self._transfers.get(key)
@@ -214,25 +232,36 @@ class Matcher:
             if len(self._transfers) >= self._max_transfers:
                 return [self._ack(registration, refused="full")] if direct else [Reject("full")]
             transfer = self._transfers[key] = _Transfer()
+        if registration.attempt < transfer.lowest_attempt:
+            return [self._ack(registration, refused=Outcome.SUPERSEDED.value)] if direct else [Reject("stale attempt")]
+        effects: list[Effect] = []
         held = transfer.registration
         same = held is not None and _same(held, registration)
         if held is not None:
+            if same and transfer.done is not None:
+                return [Send(registration.sink_engine, transfer.done)]  # word of the end was lost
             if same and (transfer.bound or not bound):
                 transfer.registration = registration
                 # Re-sent, because it or its acknowledgement was lost or is still under way.
                 again: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
                 return again + self._match(key, transfer, now) or [Reject("duplicate registration")]
             if not same and registration.attempt <= held.attempt:
-                return [Reject("stale attempt")]
-            if transfer.writing_since is not None:
+                used_up = direct and transfer.stage is _Stage.WRITTEN
+                return [self._ack(registration, refused=Outcome.DONE.value) if used_up else Reject("stale attempt")]
+            transfer.highest_attempt = max(transfer.highest_attempt, registration.attempt)
+            if transfer.stage is _Stage.WRITING:
                 # The old attempt's WRITE cannot be taken back; the new one is re-sent until it has ended.
                 return [Reject("write in progress")]
+            if not same:
+                if transfer.acknowledged and transfer.done is None:
+                    effects.append(self._ack(held, refused=Outcome.SUPERSEDED.value))
+                transfer.close_attempt()
         if not same:
             transfer.registered_at = now
         transfer.registration, transfer.bound = registration, bound
         transfer.acknowledged = direct or transfer.announced or transfer.completion is not None
-        effects: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
-        if sink is None or sink.incarnation < registration.sink_incarnation:
+        effects += [self._ack(registration)] if transfer.acknowledged else []
+        if self._sinks.get(*sink) is None:
             effects.append(Introduce(registration.sink_engine))
         if transfer.completion is None:
             hold = self._registration_hold_s if transfer.acknowledged else self._pool_hold_s
@@ -242,7 +271,7 @@ class Matcher:
     def _keep(self, wanted: Wanted, now: float) -> list[Effect]:
         """L1: the decode engine's queue may be longer than the block lease."""
         transfer = self._transfers.get(wanted.transfer_id)
-        if transfer is None or transfer.completion is None or transfer.writing_since is not None:
+        if transfer is None or transfer.completion is None or transfer.stage is _Stage.WRITING:
             return [Reject("nothing to keep")]
         self._deadlines.set(wanted.transfer_id, now + self._block_lease_s)
         return []
@@ -251,7 +280,7 @@ class Matcher:
         self._draining = True
         effects: list[Effect] = []
         for key, transfer in list(self._transfers.items()):
-            if transfer.writing_since is None:
+            if transfer.stage is not _Stage.WRITING:
                 effects += self._end(key, transfer, Outcome.DRAINED)
         return effects
 
@@ -320,16 +349,16 @@ class Matcher:
 
     def _match(self, key: str, transfer: _Transfer, now: float) -> list[Effect]:
         registration, completion = transfer.registration, transfer.completion
-        if registration is None or completion is None or not transfer.bound or transfer.writing_since is not None:
+        if registration is None or completion is None or not transfer.bound or transfer.stage is not _Stage.WAITING:
             return []
-        sink = self._sinks.get(registration.sink_engine)
-        if sink is None or sink.incarnation != registration.sink_incarnation:
+        sink = self._sinks.get(registration.sink_engine, registration.sink_incarnation)
+        if sink is None:
             return []  # SinkJoined matches again
         if reason := _mismatch(registration, completion, sink):
             return self._end(key, transfer, Outcome.FAILED, reason)
-        if now > self._lease.until(sink.engine, sink.incarnation):
+        if not self._sinks.may_write(sink, now):
             return []  # LeaseEcho matches again
-        transfer.writing_since = now
+        transfer.stage, transfer.writing_since = _Stage.WRITING, now
         self._deadlines.drop(key)
         job = WriteJob(
             transfer_id=key,
@@ -348,14 +377,20 @@ class Matcher:
     def _end_write(self, ended: WriteEnded, now: float) -> list[Effect]:
         transfer = self._transfers.get(ended.transfer_id)
         registration = transfer.registration if transfer else None
-        if transfer is None or registration is None or transfer.writing_since is None:
+        if transfer is None or registration is None or transfer.stage is not _Stage.WRITING:
             return [Reject("unknown write")]
         if registration.attempt != ended.attempt:
             return [Reject("unknown write")]
-        if transfer.cancel is not None:
-            return self._end(ended.transfer_id, transfer, Outcome.CANCELLED)
-        if ended.failure:
+        cancel = transfer.cancel
+        if cancel is not None:
+            transfer.stage = _Stage.WAITING
+            return self._cancel(cancel, now, direct=True)
+        if ended.failure and self._draining:
             return self._end(ended.transfer_id, transfer, Outcome.FAILED, ended.failure)
+        if ended.failure:
+            # Its decode engine may be dead and another about to take over. One that lives cancels, which frees.
+            failed = TransferFailed(**self._about(registration), reason=ended.failure)
+            return self._await_next_attempt(ended.transfer_id, transfer, now, failed)
         both_known = max(transfer.registered_at, transfer.completed_at)
         done = TransferDone(
             **self._about(registration),
@@ -366,86 +401,125 @@ class Matcher:
             queue_s=transfer.writing_since - both_known,
             write_s=now - transfer.writing_since,
         )
-        return self._bury(ended.transfer_id, transfer, Outcome.DONE, done)
+        sink_left = self._sinks.get(registration.sink_engine, registration.sink_incarnation) is None
+        if transfer.delivered or self._draining:  # the first token can be faster than the word of the WRITE's end
+            return self._bury(ended.transfer_id, transfer, Outcome.DONE, done)
+        if sink_left or transfer.highest_attempt > registration.attempt:
+            return self._await_next_attempt(ended.transfer_id, transfer, now, done)
+        transfer.stage, transfer.done = _Stage.WRITTEN, done
+        self._deadlines.set(ended.transfer_id, now + self._block_lease_s)
+        return [Send(registration.sink_engine, done)]
 
-    def _cancel(self, cancel: Cancel, *, direct: bool) -> list[Effect]:
+    def _deliver(self, delivered: Delivered) -> list[Effect]:
+        """The first token is out: nobody will have to take over, so the KV may go."""
+        transfer = self._transfers.get(delivered.transfer_id)
+        held = transfer.registration if transfer is not None else None
+        if transfer is None:
+            return [Reject("late delivery")]
+        if held is None and transfer.completion is not None:  # P took the WRITE for failed, and it was not
+            return self._bury(delivered.transfer_id, transfer, Outcome.DONE, None)
+        if held is None or (held.attempt, held.request_id) != (delivered.attempt, delivered.request_id):
+            return [Reject("late delivery")]
+        match transfer.stage:
+            case _Stage.WRITTEN:
+                return self._bury(delivered.transfer_id, transfer, Outcome.DONE, transfer.done, told=True)
+            case _Stage.WRITING:
+                transfer.delivered = True
+                return []
+            case _Stage.WAITING:
+                return [Reject("delivered before it was written")]
+
+    def _await_next_attempt(
+        self, key: str, transfer: _Transfer, now: float, word: TransferDone | TransferFailed
+    ) -> list[Effect]:
+        """This attempt is over, and ``word`` says how; the KV stays for another one, for a block lease."""
+        sink = transfer.registration.sink_engine if transfer.registration is not None else ""
+        transfer.close_attempt()
+        self._deadlines.set(key, now + self._block_lease_s)
+        return [Send(sink, word)]
+
+    def _cancel(self, cancel: Cancel, now: float, *, direct: bool) -> list[Effect]:
         transfer = self._transfers.get(cancel.transfer_id)
         held = transfer.registration if transfer else None
-        if held is not None and (cancel.attempt < held.attempt or cancel.sink_engine != held.sink_engine):
+        if held is not None and cancel.attempt < held.attempt:
+            return [self._cancel_ack(cancel)]  # another attempt has taken its place: it is not written
+        if held is not None and cancel.attempt == held.attempt and cancel.sink_engine != held.sink_engine:
             return [Reject("stale cancel")]
-        if transfer is not None and transfer.writing_since is not None:
+        if transfer is not None and transfer.stage is _Stage.WRITING:
             transfer.cancel = cancel  # acknowledged when the WRITE has ended
             return []
         if transfer is None:
             known = cancel.transfer_id in self._tombstones
-            if not known:  # the prefill may still come, and shall then free its blocks at once
+            if not known and cancel.release:  # the prefill may still come, and shall then free its blocks at once
                 self._tombstones[cancel.transfer_id] = _Tombstone(Outcome.CANCELLED, cancel.attempt)
-            return [self._cancel_ack(cancel)] if known or direct else [Reject("foreign cancel")]
+            if known or cancel.release:
+                return [self._cancel_ack(cancel)] if known or direct else [Reject("foreign cancel")]
+            if not direct or len(self._transfers) >= self._max_transfers:
+                return [Reject("foreign cancel" if not direct else "full")]
+            transfer = self._transfers[cancel.transfer_id] = _Transfer()
         if cancel.release:
             return [*self._bury(cancel.transfer_id, transfer, Outcome.CANCELLED, None), self._cancel_ack(cancel)]
-        transfer.forget()
+        transfer.close_attempt()
+        transfer.lowest_attempt = max(transfer.lowest_attempt, cancel.attempt + 1)
+        self._deadlines.set(cancel.transfer_id, now + self._block_lease_s)
         return [self._cancel_ack(cancel)]
 
     def _join(self, sink: SinkJoined, now: float) -> list[Effect]:
-        known = self._sinks.get(sink.engine)
-        if known is not None and known.incarnation > sink.incarnation:
+        if not self._sinks.join(sink):
             return [Reject("stale incarnation")]
-        self._sinks[sink.engine] = sink
-        self._refused.pop(sink.engine, None)
-        for transfer in self._transfers.values():
-            registration = transfer.registration
-            if registration is None or registration.sink_engine != sink.engine:
-                continue
-            if registration.sink_incarnation < sink.incarnation and transfer.writing_since is None:
+        for _, transfer, registration in self._waiting_for(sink.engine):
+            if registration.sink_incarnation < sink.incarnation:
                 transfer.forget()
         return self._match_all(sink.engine, now)
 
     def _match_all(self, sink: str, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for key, transfer in list(self._transfers.items()):
-            if transfer.registration is not None and transfer.registration.sink_engine == sink:
-                effects += self._match(key, transfer, now)
+        for key, transfer, _ in self._waiting_for(sink):
+            effects += self._match(key, transfer, now)
         return effects
 
-    def _renew(self, heard: Registration | LeaseEcho, now: float) -> bool:
-        """Take the echoes in ``heard``, after forgetting what older epochs registered; False if it is of one itself."""
-        key = (heard.sink_engine, heard.sink_incarnation)
-        epoch = self._epochs.get(key, 0)
-        if heard.epoch < epoch:
-            return False
-        if heard.epoch > epoch:
-            self._epochs[key] = heard.epoch
-            for transfer in self._transfers.values():
-                held = transfer.registration
-                if held is None or transfer.writing_since is not None or held.epoch >= heard.epoch:
-                    continue
-                if (held.sink_engine, held.sink_incarnation) == key:
-                    transfer.forget()
-        for engine, born, rank, number in heard.echoes:
-            if (engine, born, rank) == (self._engine, self._incarnation, self._rank):
-                self._lease.echoed(heard.sink_engine, heard.sink_incarnation, number)
+    def _waiting_for(self, sink: str) -> list[tuple[str, _Transfer, Registration]]:
+        """Transfers with a registration of this decode engine for which no WRITE was posted yet."""
+        return [
+            (key, transfer, transfer.registration)
+            for key, transfer in self._transfers.items()
+            if transfer.registration is not None
+            and transfer.registration.sink_engine == sink
+            and transfer.stage is _Stage.WAITING
+        ]
+
+    def _hear(self, heard: Registration | LeaseEcho) -> bool:
+        """Take the echoes in ``heard`` and forget what older epochs registered; False if it is of one itself."""
+        match self._sinks.hear(heard):
+            case Epoch.OLDER:
+                return False
+            case Epoch.NEWER:
+                for _, transfer, held in self._waiting_for(heard.sink_engine):
+                    if held.sink_incarnation == heard.sink_incarnation and held.epoch < heard.epoch:
+                        transfer.forget()
+            case Epoch.SAME:
+                pass
         return True
 
     def _leave(self, left: SinkLeft) -> list[Effect]:
-        known = self._sinks.get(left.engine)
-        if known is not None and known.incarnation <= left.incarnation:
-            del self._sinks[left.engine]
+        self._sinks.leave(left)
         for transfer in self._transfers.values():
             registration = transfer.registration
-            if registration is None or registration.sink_engine != left.engine or transfer.writing_since is not None:
+            if registration is None or registration.sink_engine != left.engine:
                 continue
-            if registration.sink_incarnation <= left.incarnation:
+            if registration.sink_incarnation > left.incarnation or transfer.stage is _Stage.WRITING:
+                continue
+            if transfer.stage is _Stage.WRITTEN:
+                transfer.close_attempt()  # the KV stays: another decode engine may take over
+            else:
                 transfer.forget()
         return []
 
     def _refuse(self, refused: SinkRefused) -> list[Effect]:
-        self._refused[refused.engine] = refused
+        self._sinks.refuse(refused)
         effects: list[Effect] = []
-        for transfer in self._transfers.values():
-            registration = transfer.registration
-            if registration is None or registration.sink_engine != refused.engine:
-                continue
-            if registration.sink_incarnation == refused.incarnation and transfer.writing_since is None:
+        for _, transfer, registration in self._waiting_for(refused.engine):
+            if registration.sink_incarnation == refused.incarnation:
                 acknowledged = transfer.acknowledged
                 transfer.forget()
                 if acknowledged:
@@ -453,7 +527,9 @@ class Matcher:
         return effects
 
     def _end(self, key: str, transfer: _Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
-        """End a transfer without success and tell its sink, if it has one."""
+        """End a transfer and tell its sink, if it has one and nothing was written for it."""
+        if transfer.done is not None:
+            return self._bury(key, transfer, Outcome.DONE, transfer.done, told=True)
         registration = transfer.registration
         reply: CancelAck | TransferFailed | None = None
         if registration is not None:
@@ -469,13 +545,15 @@ class Matcher:
         transfer: _Transfer,
         outcome: Outcome,
         reply: CancelAck | TransferDone | TransferFailed | None,
+        *,
+        told: bool = False,
     ) -> list[Effect]:
         registration = transfer.registration
         sink, attempt = (registration.sink_engine, registration.attempt) if registration else ("", 0)
         self._transfers.pop(key, None)
         self._deadlines.drop(key)
         self._tombstones[key] = _Tombstone(outcome, attempt, reply)
-        effects: list[Effect] = [Send(sink, reply)] if reply is not None else []
+        effects: list[Effect] = [Send(sink, reply)] if reply is not None and not told else []
         return effects + (self._release(transfer.completion) if transfer.completion else [])
 
     def _release(self, completion: PrefillCompleted) -> list[Effect]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvbus.blocks import BlockRuns
 from kvbus.messages import (
     Cancel,
+    Delivered,
     LeaseEcho,
     Message,
     PrefillCompleted,
@@ -86,6 +87,7 @@ Event = (
     | WriteEnded
     | LeaseEcho
     | Wanted
+    | Delivered
     | Drain
 )
 

@@ -116,6 +116,35 @@ class Wanted(_FromSink):
 
 
 @dataclass(frozen=True, slots=True)
+class Delivered(_FromSink):
+    """The decode engine's first token is out, or the request is over: nobody will need this transfer's KV again."""
+
+    KIND = "delivered"
+
+
+@dataclass(frozen=True, slots=True)
+class Rebind(Message):
+    """A router's word to a decode engine: this transfer's KV shall come under ``attempt`` from ``source_engine``."""
+
+    KIND = "rebind"
+
+    transfer_id: str
+    attempt: int
+    source_engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class RebindReply(Message):
+    """The decode engine's answer; ``refused`` says why it will not, empty if it will."""
+
+    KIND = "rebind!"
+
+    transfer_id: str
+    attempt: int
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel(_FromSink):
     """The decode engine no longer wants this attempt. ``release``: nor any other; P may free its blocks."""
 

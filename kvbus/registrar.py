@@ -11,11 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from kvbus.bounded import Deadlines
+from kvbus.bounded import BoundedDict, Deadlines
 from kvbus.lease import SinkLease
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     Echoes,
     Heartbeat,
     PrefillCompleted,
@@ -32,6 +33,7 @@ from kvbus.messages import (
 FIRST_RESEND_S = 0.25
 MAX_RESEND_S = 2.0
 BUS_PATIENCE_S = 1.0
+MAX_RECEIVED = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,21 @@ class Received:
     """vLLM has taken the receive as finished: nothing is left to do."""
 
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first token of a received request is out, or the request is over: its KV will not be asked for again."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rebound:
+    """The router has given this request to the prefill engine ``engine``: the present attempt is to end."""
+
+    request_id: str
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +101,19 @@ FromSource = (
     | PrefillCompleted
     | PrefillFailed
 )
-Event = Register | Received | Aborted | SourceLeft | BusLost | BusBack | Heartbeat | Pulse | FromSource
+Event = (
+    Register
+    | Received
+    | FirstToken
+    | Rebound
+    | Aborted
+    | SourceLeft
+    | BusLost
+    | BusBack
+    | Heartbeat
+    | Pulse
+    | FromSource
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +121,7 @@ class Publish:
     """Publish to the prefill engine ``engine``, or to the pool if it is empty."""
 
     engine: str
-    message: Registration | Cancel
+    message: Registration | Cancel | Delivered
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +176,7 @@ class _Receive:
     resend_s: float = FIRST_RESEND_S
     resend_at: float = 0.0
     reason: str = ""
+    release: bool = True  # by the cancel: the prefill engine may free its blocks
 
 
 class Registrar:
@@ -175,6 +205,7 @@ class Registrar:
         self._cancel_timeout_s = cancel_timeout_s
         self._receives: dict[str, _Receive] = {}
         self._by_transfer: dict[str, str] = {}
+        self._received: BoundedDict[str, _Receive] = BoundedDict(MAX_RECEIVED)
         self._timers: Deadlines[str] = Deadlines()
 
     def __len__(self) -> int:
@@ -189,7 +220,13 @@ class Registrar:
             case Register():
                 return self._register(event, now)
             case Received(request_id):
+                if (receive := self._receives.get(request_id)) is not None:
+                    self._received[request_id] = receive
                 return self._forget(request_id)
+            case FirstToken(request_id):
+                return self._deliver(request_id)
+            case Rebound(request_id, engine):
+                return self._rebind(request_id, engine, now)
             case Aborted(request_id):
                 receive = self._receives.get(request_id)
                 return self._cancel(receive, "aborted", now) if receive else [Reject("abort of unknown request")]
@@ -283,6 +320,8 @@ class Registrar:
             case TransferFailed(reason=reason):
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, reason, now)
+                if len(receive.ended) == receive.ranks:  # its KV is still kept: see Matcher
+                    effects.append(self._publish(receive, now))
             case TransferDone() | CancelAck():
                 receive.ended.add(event.rank)
             case _:
@@ -353,6 +392,29 @@ class Registrar:
         self._arm(receive)
         return effects
 
+    def _rebind(self, request_id: str, engine: str, now: float) -> list[Effect]:
+        receive = self._receives.get(request_id)
+        if receive is None:
+            return [Reject("unknown request")]
+        if receive.phase in _GIVING_UP:
+            return []
+        receive.release = receive.engine != engine
+        return self._cancel(receive, f"its prefill is given to {engine}", now)
+
+    def _deliver(self, request_id: str) -> list[Effect]:
+        receive = self._received.pop(request_id, None)
+        if receive is None or not receive.engine:
+            return []
+        registration = receive.registration
+        delivered = Delivered(
+            registration.transfer_id,
+            registration.attempt,
+            registration.sink_engine,
+            registration.sink_incarnation,
+            request_id,
+        )
+        return [Publish(receive.engine, delivered)]
+
     def _begin_fence(self, receive: _Receive, now: float) -> list[Effect]:
         """Nobody answers: stop echoing to whoever may write here, and wait until their leases have run out."""
         receive.phase = Phase.FENCING
@@ -406,6 +468,7 @@ class Registrar:
             registration.sink_incarnation,
             registration.request_id,
             reason=receive.reason[:256],
+            release=receive.release,
         )
         return Publish(receive.engine, cancel)
 

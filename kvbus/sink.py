@@ -9,11 +9,13 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from kvbus.membership import Change, PeerLeft, differences
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     Heartbeat,
     LeaseEcho,
     MetadataReply,
@@ -22,6 +24,8 @@ from kvbus.messages import (
     PrefillFailed,
     PrefillProgress,
     Pulse,
+    Rebind,
+    RebindReply,
     Registration,
     RegistrationAck,
     TransferDone,
@@ -38,7 +42,9 @@ from kvbus.registrar import (
     Echo,
     Effect,
     Event,
+    FirstToken,
     Publish,
+    Rebound,
     Received,
     Register,
     Registrar,
@@ -108,6 +114,24 @@ class SinkScheduler:
 
     def aborted(self, request_id: str) -> None:
         self._node.call(self._apply, Aborted(request_id))
+
+    def first_token(self, request_id: str) -> None:
+        """The first token is out, or the request is over."""
+        self._node.call(self._apply, FirstToken(request_id))
+
+    def rebound(self, request_id: str, engine: str) -> None:
+        """The prefill of this request is given to another engine."""
+        self._node.call(self._apply, Rebound(request_id, engine))
+
+    def serve_rebind(self, rebind: Callable[[Rebind], str]) -> None:
+        """Answer routers' :class:`Rebind` with what ``rebind`` says against it. Before the node is started."""
+
+        def answer(_: str, asked: Rebind) -> RebindReply:
+            refused = rebind(asked)
+            self._node.counters.add("rebinds_refused" if refused else "rebinds")
+            return RebindReply(asked.transfer_id, asked.attempt, refused)
+
+        self._node.serve(self._node.subjects.rebind(self._own.engine), Rebind, answer)
 
     def unwanted(self, cancel: Cancel, hint: str) -> None:
         """Tell the prefill side that a transfer which was never registered is not wanted."""
@@ -179,11 +203,11 @@ class SinkScheduler:
         self._news_at = time.monotonic()
         self._news.set()
 
-    def _subject_of(self, message: Registration | Cancel, engine: str) -> str:
+    def _subject_of(self, message: Registration | Cancel | Delivered, engine: str) -> str:
         subjects = self._node.subjects
-        if isinstance(message, Registration):
-            return subjects.registrations(engine) if engine else subjects.pool
-        return subjects.cancels(engine) if engine else subjects.cancels_pool
+        if isinstance(message, Cancel):
+            return subjects.cancels(engine) if engine else subjects.cancels_pool
+        return subjects.registrations(engine) if engine else subjects.pool
 
 
 def serve_metadata(node: Node, engine: str, incarnation: int, payloads: dict[int, bytes]) -> None:

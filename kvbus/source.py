@@ -15,6 +15,7 @@ from kvbus.membership import Change, PeerJoined, PeerLeft, differences
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     Heartbeat,
     LeaseEcho,
     Message,
@@ -63,7 +64,7 @@ class RankNode:
         self._fetching: set[tuple[str, int]] = set()
         subjects, me = node.subjects, own.engine
         if own.role is not Role.DECODE:
-            node.listen(subjects.registrations(me), (Registration, Wanted), submit)
+            node.listen(subjects.registrations(me), (Registration, Wanted, Delivered), submit)
             node.listen(subjects.pool, (Registration, Wanted), self._submit_pooled)
             node.listen(subjects.cancels(me), Cancel, submit)
             node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))

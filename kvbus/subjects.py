@@ -80,6 +80,10 @@ class Subjects:
         """Echoes of pulses, for all prefill ranks."""
         return self._of("echo")
 
+    def rebind(self, engine: str) -> str:
+        """Request/reply: a router gives a transfer into the decode engine ``engine`` to another prefill engine."""
+        return self._of(f"rebind.{engine}")
+
     @property
     def who(self) -> str:
         return self._of("who")

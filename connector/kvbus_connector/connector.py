@@ -116,7 +116,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._scheduling.tokens_from_outside(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         self._scheduling.allocated(request, blocks.get_unhashed_block_ids_all_groups(), num_external_tokens)
@@ -125,7 +125,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVBusMetadata(self._scheduling.plan_step(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.step_done(tuple(connector_output.finished_recving or ()))
+        self._scheduling.step_done(connector_output.finished_recving or (), connector_output.failed_recving or ())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

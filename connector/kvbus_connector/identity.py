@@ -59,6 +59,13 @@ def digest_of(token_ids: Sequence[int] | None, count: int) -> str:
     return hashlib.blake2b(array("I", token_ids[:count]).tobytes(), digest_size=8).hexdigest()
 
 
+def traceparent_of(request: Any) -> str:
+    """The W3C trace context of a request, empty if it has none."""
+    headers = getattr(request, "trace_headers", None) or {}
+    found = headers.get("traceparent") or (request.kv_transfer_params or {}).get("traceparent")
+    return found if isinstance(found, str) and len(found) <= 128 else ""
+
+
 def role_of(kv_role: str) -> Role:
     return _ROLES[kv_role]
 

@@ -16,6 +16,7 @@ from kvbus.messages import (
     Bye,
     Cancel,
     CancelAck,
+    Delivered,
     Heartbeat,
     LeaseEcho,
     Message,
@@ -35,6 +36,7 @@ from kvbus.registrar import (
     BusBack,
     BusLost,
     Echo,
+    FirstToken,
     Publish,
     Received,
     Register,
@@ -439,6 +441,7 @@ class SimDecode(Engine):
 
         def done() -> None:
             if self.alive:
+                self._apply(FirstToken(request_id))
                 del self._running[request_id]
                 self.arena.give_back(receive.taken)
                 self._end(receive.ticket, "pushed")
@@ -479,6 +482,8 @@ class SimDecode(Engine):
             match effect:
                 case Publish(engine, Registration() as message):
                     self.publish(f"reg.{engine}" if engine else "reg", message)
+                case Publish(engine, Delivered() as message):
+                    self.publish(f"reg.{engine}", message)
                 case Publish(engine, Cancel() as message):
                     self.publish(f"cancel.{engine}" if engine else "cancel", message)
                 case Echo(echoes, epoch):

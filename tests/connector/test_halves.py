@@ -236,6 +236,7 @@ def test_a_decode_request_that_never_ran_frees_the_prefill(pair: tuple[FakeEngin
     prefill, decode = pair
     p_leg, d_leg = legs()
     prefill.prefill(p_leg, P_BLOCKS)
+    decode.arrive(d_leg)
     decode.scheduler.finished(d_leg, [], prefilled=False)
     eventually_sync(lambda: prefill.has_released(p_leg.request_id))
 

@@ -27,6 +27,7 @@ from kvbus.matching import (
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     LeaseEcho,
     PrefillCompleted,
     PrefillFailed,
@@ -48,6 +49,7 @@ COMPLETED = PrefillCompleted(**SOURCE, request_id="p1", blocks=(((0, 3),),), tok
 FAILED = PrefillFailed(**SOURCE, request_id="p1", reason="aborted")
 PROGRESS = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
 CANCEL = Cancel("t", 1, "D", 7, "d1", "aborted")
+DELIVERED = Delivered("t", 1, "D", 7, "d1")
 JOINED = SinkJoined("D", 7, 64)
 ACK = Send("D", RegistrationAck(**RANK))
 CANCEL_ACK = Send("D", CancelAck(**RANK))
@@ -83,18 +85,18 @@ def test_registration_first(matcher: Matcher) -> None:
     assert matcher.apply(REGISTRATION, 1.0) == [ACK]
     assert matcher.apply(COMPLETED, 3.0) == [POST, STARTED]
     done = TransferDone(**RANK, blocks=3, nbytes=900, late_side="prefill", match_wait_s=2.0, queue_s=0.0, write_s=0.5)
-    assert matcher.apply(WriteEnded("t", 1, 900), 3.5) == [Send("D", done), RELEASE]
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.5) == [Send("D", done)]
+    assert matcher.apply(DELIVERED, 3.6) == [RELEASE]
     assert matcher.counts["transfers"] == 0
 
 
 def test_completion_first(matcher: Matcher) -> None:
     assert matcher.apply(COMPLETED, 1.0) == []
     assert matcher.apply(REGISTRATION, 3.0) == [ACK, POST, STARTED]
-    [sent, released] = matcher.apply(WriteEnded("t", 1, 900), 3.5)
+    [sent] = matcher.apply(WriteEnded("t", 1, 900), 3.5)
     assert isinstance(sent, Send)
     assert isinstance(sent.message, TransferDone)
     assert (sent.message.late_side, sent.message.match_wait_s) == ("decode", 2.0)
-    assert released == RELEASE
 
 
 def test_both_twice_are_joined_once(matcher: Matcher) -> None:
@@ -103,8 +105,10 @@ def test_both_twice_are_joined_once(matcher: Matcher) -> None:
     assert matcher.apply(COMPLETED, 2.0) == [POST, STARTED]
     assert matcher.apply(COMPLETED, 2.1) == [Reject("duplicate completion")]
     assert matcher.apply(REGISTRATION, 2.2) == [ACK]
-    [done, released] = matcher.apply(WriteEnded("t", 1, 900), 3.0)
-    assert released == RELEASE
+    [done] = matcher.apply(WriteEnded("t", 1, 900), 3.0)
+    assert matcher.apply(REGISTRATION, 3.05) == [done]
+    assert matcher.apply(DELIVERED, 3.06) == [RELEASE]
+    assert matcher.apply(DELIVERED, 3.07) == [Reject("late delivery")]
     assert matcher.apply(COMPLETED, 3.1) == [Reject("duplicate completion")]
     assert matcher.apply(REGISTRATION, 3.2) == [done], "D asks again because word of the end was lost"
     assert matcher.apply(WriteEnded("t", 1, 900), 3.3) == [Reject("unknown write")]
@@ -115,9 +119,78 @@ def test_a_used_up_transfer_is_refused_to_another_request(matcher: Matcher) -> N
     matcher.apply(COMPLETED, 1.0)
     matcher.apply(REGISTRATION, 2.0)
     matcher.apply(WriteEnded("t", 1, 900), 3.0)
-    assert matcher.apply(replace(REGISTRATION, request_id="d2"), 4.0) == [
-        refusal("already transferred", request_id="d2")
+    refused = [refusal("already transferred", request_id="d2")]
+    assert matcher.apply(replace(REGISTRATION, request_id="d2"), 4.0) == refused
+    assert matcher.apply(DELIVERED, 5.0) == [RELEASE]
+    assert matcher.apply(replace(REGISTRATION, request_id="d2"), 6.0) == refused
+
+
+def test_the_kv_stays_until_the_first_token_is_out(matcher: Matcher) -> None:
+    matcher.apply(COMPLETED, 1.0)
+    matcher.apply(REGISTRATION, 2.0)
+    matcher.apply(WriteEnded("t", 1, 900), 3.0)
+    assert matcher.counts["written"] == 1
+    assert matcher.tick(32.9) == []
+    assert matcher.tick(33.0) == [RELEASE], "word of the first token was lost"
+    assert [type(effect.message) for effect in matcher.apply(REGISTRATION, 34.0) if isinstance(effect, Send)] == [
+        TransferDone
     ]
+
+
+def test_a_first_token_before_the_word_of_the_writes_end(matcher: Matcher) -> None:
+    matcher.apply(COMPLETED, 1.0)
+    matcher.apply(REGISTRATION, 2.0)
+    assert matcher.apply(DELIVERED, 2.5) == []
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.0)[-1] == RELEASE
+
+
+class TestTakingOver:
+    """A decode engine dies before its first token: another one gets the KV that is still here."""
+
+    SECOND = Registration("t", 2, "E", 7, "e1", (((20, 3),),), 96, source_incarnation=5)
+
+    @pytest.fixture
+    def ready(self, matcher: Matcher) -> Matcher:
+        matcher.apply(SinkJoined("E", 7, 64), 0.0)
+        matcher.apply(COMPLETED, 1.0)
+        matcher.apply(REGISTRATION, 2.0)
+        return matcher
+
+    def is_written(self, effects: list[Effect]) -> bool:
+        return [effect.job.sink_engine for effect in effects if isinstance(effect, PostWrite)] == ["E"]
+
+    def test_after_it_was_written(self, ready: Matcher) -> None:
+        ready.apply(WriteEnded("t", 1, 900), 3.0)
+        assert ready.apply(SinkLeft("D", 7), 6.0) == []
+        assert ready.apply(REGISTRATION, 6.5) == [refusal("superseded by another attempt")], "never written twice"
+        assert self.is_written(ready.apply(self.SECOND, 7.0))
+
+    def test_under_the_write(self, ready: Matcher) -> None:
+        assert ready.apply(self.SECOND, 2.5) == [Reject("write in progress")]
+        [done] = ready.apply(WriteEnded("t", 1, 900), 3.0)
+        assert isinstance(done, Send)
+        assert isinstance(done.message, TransferDone)
+        assert self.is_written(ready.apply(self.SECOND, 3.5))
+
+    def test_the_write_fails_with_it(self, ready: Matcher) -> None:
+        assert ready.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect")]
+        assert ready.apply(SinkLeft("D", 7), 6.0) == []
+        assert self.is_written(ready.apply(self.SECOND, 7.0))
+
+    def test_the_write_ends_after_it_left(self, ready: Matcher) -> None:
+        ready.apply(SinkLeft("D", 7), 2.5)
+        ready.apply(WriteEnded("t", 1, 900), 3.0)
+        assert self.is_written(ready.apply(self.SECOND, 7.0))
+
+    def test_nobody_takes_over(self, ready: Matcher) -> None:
+        ready.apply(WriteEnded("t", 1, 900), 3.0)
+        ready.apply(SinkLeft("D", 7), 6.0)
+        assert ready.tick(33.0) == [RELEASE]
+
+    def test_the_first_token_of_an_older_attempt_frees_nothing(self, ready: Matcher) -> None:
+        ready.apply(WriteEnded("t", 1, 900), 3.0)
+        ready.apply(self.SECOND, 3.5)
+        assert ready.apply(DELIVERED, 4.0) == [Reject("late delivery")]
 
 
 def test_the_match_waits_for_the_sinks_memory() -> None:
@@ -196,10 +269,12 @@ def test_the_lease_does_not_end_a_running_write(matcher: Matcher) -> None:
     assert matcher.tick(1000.0) == []
 
 
-def test_a_failed_write_is_told_and_frees(matcher: Matcher) -> None:
+def test_a_failed_write_is_told_and_its_kv_kept_until_decode_cancels(matcher: Matcher) -> None:
     matcher.apply(REGISTRATION, 1.0)
     matcher.apply(COMPLETED, 2.0)
-    assert matcher.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect"), RELEASE]
+    assert matcher.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect")]
+    assert matcher.apply(REGISTRATION, 3.5) == [refusal("superseded by another attempt")]
+    assert matcher.apply(CANCEL, 4.0) == [RELEASE, CANCEL_ACK]
 
 
 def test_a_failed_prefill_is_told(matcher: Matcher) -> None:
@@ -229,6 +304,7 @@ def test_cancel_of_one_attempt_keeps_the_completion_for_the_next(matcher: Matche
     matcher.apply(COMPLETED, 1.0)
     matcher.apply(replace(REGISTRATION, prompt_tokens=96, sink_incarnation=9), 1.5)
     assert matcher.apply(replace(CANCEL, release=False), 2.0) == [CANCEL_ACK]
+    assert matcher.apply(REGISTRATION, 2.5) == [refusal("superseded by another attempt")], "F4: never after the answer"
     assert matcher.apply(replace(REGISTRATION, attempt=2), 3.0)[0] == Send(
         "D", RegistrationAck(**{**RANK, "attempt": 2})
     )
@@ -239,7 +315,17 @@ def test_cancel_during_the_write_is_acknowledged_when_it_has_ended(matcher: Matc
     matcher.apply(REGISTRATION, 1.0)
     matcher.apply(COMPLETED, 2.0)
     assert matcher.apply(CANCEL, 2.5) == []
-    assert matcher.apply(WriteEnded("t", 1, 900), 3.0) == [CANCEL_ACK, RELEASE]
+    assert matcher.apply(WriteEnded("t", 1, 900), 3.0) == [RELEASE, CANCEL_ACK]
+
+
+def test_a_cancelled_attempt_stays_cancelled_though_the_prefill_has_not_begun(matcher: Matcher) -> None:
+    assert matcher.apply(replace(CANCEL, release=False), 1.0) == [CANCEL_ACK]
+    assert matcher.apply(REGISTRATION, 2.0) == [refusal("superseded by another attempt")]
+    assert matcher.apply(COMPLETED, 3.0) == []
+    assert matcher.apply(replace(REGISTRATION, attempt=2), 4.0)[1:] == [
+        PostWrite(replace(POST.job, attempt=2)),
+        Send("D", TransferStarted(**{**RANK, "attempt": 2})),
+    ]
 
 
 def test_cancel_of_something_unknown(matcher: Matcher) -> None:
@@ -257,10 +343,11 @@ def test_a_higher_attempt_replaces_a_lower_one(matcher: Matcher) -> None:
     other = replace(REGISTRATION, attempt=2, sink_engine="E", request_id="e1")
     assert matcher.apply(SinkJoined("E", 7, 64), 1.5) == []
     assert matcher.apply(other, 2.0) == [
+        refusal("superseded by another attempt"),
         Send("E", RegistrationAck(**{**RANK, "attempt": 2, "request_id": "e1"})),
     ]
-    assert matcher.apply(REGISTRATION, 2.1) == [Reject("stale attempt")]
-    assert matcher.apply(CANCEL, 2.2) == [Reject("stale cancel")]
+    assert matcher.apply(REGISTRATION, 2.1) == [refusal("superseded by another attempt")]
+    assert matcher.apply(CANCEL, 2.2) == [CANCEL_ACK]
     [post, _] = matcher.apply(COMPLETED, 3.0)
     assert isinstance(post, PostWrite)
     assert (post.job.sink_engine, post.job.attempt) == ("E", 2)

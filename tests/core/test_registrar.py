@@ -11,6 +11,7 @@ from kvbus.lease import SinkLease, term_s
 from kvbus.messages import (
     Cancel,
     CancelAck,
+    Delivered,
     Echoes,
     Heartbeat,
     PrefillCompleted,
@@ -32,7 +33,9 @@ from kvbus.registrar import (
     BusLost,
     Echo,
     Effect,
+    FirstToken,
     Publish,
+    Rebound,
     Received,
     Register,
     Registrar,
@@ -104,6 +107,8 @@ def test_the_good_path_ends_with_the_receive() -> None:
         assert registrar.apply(message, 1.0) == []
     assert registrar.apply(Received("d1"), 2.0) == []
     assert len(registrar) == 0
+    assert registrar.apply(FirstToken("d1"), 2.5) == [Publish("P", Delivered("t", 1, "D", 7, "d1"))]
+    assert registrar.apply(FirstToken("d1"), 2.6) == []
     assert registrar.apply(RegistrationAck(**rank()), 3.0) == [Reject("unknown transfer")]
     assert registrar.next_deadline() is None
 
@@ -127,6 +132,30 @@ def test_a_failure_of_one_rank_waits_for_the_other() -> None:
     registrar.apply(TransferStarted(**rank(1, 2)), 0.2)
     assert registrar.apply(TransferFailed(**rank(0, 2), reason="post"), 1.0) == [cancel("post")]
     assert registrar.apply(TransferDone(**rank(1, 2)), 3.0) == [Abandon("d1", "post")]
+
+
+def test_a_failed_transfer_is_cancelled_so_that_prefill_frees() -> None:
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank()), 0.1)
+    assert registrar.apply(TransferFailed(**rank(), reason="post"), 1.0) == [Abandon("d1", "post"), cancel("post")]
+
+
+@pytest.mark.parametrize("engine", ["Q", "P"])
+def test_a_request_that_is_given_to_another_prefill_engine_ends_its_attempt_first(engine: str) -> None:
+    """Only if it is not the same engine may the blocks there be freed."""
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank()), 0.1)
+    reason = f"its prefill is given to {engine}"
+    wanted = Publish("P", Cancel("t", 1, "D", 7, "d1", reason, release=engine != "P"))
+    assert registrar.apply(Rebound("d1", engine), 1.0) == [wanted]
+    assert registrar.apply(Rebound("d1", engine), 1.1) == [], "it is ending already"
+    assert registrar.apply(CancelAck(**rank()), 1.2) == [Abandon("d1", reason)]
+    again = replace(REGISTRATION, attempt=2)
+    [sent] = registrar.apply(Register(again, engine), 1.3)
+    assert isinstance(sent, Publish)
+    assert isinstance(sent.message, Registration)
+    assert sent.message.attempt == 2
+    assert registrar.apply(TransferDone(**rank()), 1.4) == [Reject("another attempt")]
 
 
 def test_a_refusal_ends_at_once() -> None:

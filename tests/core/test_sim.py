@@ -36,10 +36,8 @@ def test_a_seed_gives_the_same_life() -> None:
     assert one == two
 
 
-def renew_only(self: Any, heard: Any, now: float) -> bool:
-    for engine, born, rank, number in heard.echoes:
-        if (engine, born, rank) == (self._engine, self._incarnation, self._rank):
-            self._lease.echoed(heard.sink_engine, heard.sink_incarnation, number)
+def renew_only(self: Any, heard: Any) -> bool:
+    self._sinks.hear(heard)
     return True
 
 
@@ -58,7 +56,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
         ),
         "partition",
     ),
-    "F2: what an older epoch registered is not forgotten": (Matcher, "_renew", renew_only, "partition"),
+    "F2: what an older epoch registered is not forgotten": (Matcher, "_hear", renew_only, "partition"),
     "F5: a late notification is reported again": (
         Arrivals,
         "land",
@@ -68,7 +66,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
     "F4: a cancel is acknowledged under a WRITE": (
         Matcher,
         "_cancel",
-        lambda self, cancel, direct: [self._cancel_ack(cancel)],
+        lambda self, cancel, now, direct: [self._cancel_ack(cancel)],
         "abort",
     ),
 }

@@ -54,6 +54,7 @@ class Request:
     num_computed_tokens: int = 96
     prompt_token_ids: list[int] | None = None
     trace_headers: dict[str, str] | None = None
+    num_output_tokens: int = 0
 
 
 @dataclass
@@ -69,6 +70,7 @@ class FakeEngine:
     incarnation: int = 1
     compat: tuple[tuple[str, str], ...] = COMPAT
     options: dict[str, Any] = field(default_factory=dict)
+    decodes_at_once: bool = True
 
     def __post_init__(self) -> None:
         config = Config(nats_url="nats://memory", http_address="127.0.0.1:1", heartbeat_interval_s=0.05, **self.options)
@@ -88,6 +90,7 @@ class FakeEngine:
         self.released: Counter[str] = Counter()
         self.received: dict[str, bool] = {}
         self._reports: Counter[str] = Counter()
+        self._arrived: dict[str, Request] = {}
 
     def close(self) -> None:
         self.scheduler.close()
@@ -117,8 +120,20 @@ class FakeEngine:
                 self.received[arrived.request_id] = self.received.get(arrived.request_id, True) and arrived.ok
                 if self._reports[arrived.request_id] == self.ranks:
                     finished.append(arrived.request_id)
-        self.scheduler.step_done(finished)
+        self.scheduler.step_done(finished, [each for each in finished if not self.received[each]])
+        if finished and self.decodes_at_once:
+            self.start_decoding(*(self._arrived[each] for each in finished if self.received[each]))
         return plan
+
+    def start_decoding(self, *requests: Request) -> None:
+        """Their first tokens are out."""
+        for request in requests:
+            request.num_output_tokens = 1
+        self.step()
+
+    def expect_again(self, request_id: str) -> None:
+        """vLLM has allocated blocks for another attempt."""
+        self._reports[request_id] = 0
 
     def has_received(self, request_id: str) -> bool:
         self.step()
@@ -141,9 +156,17 @@ class FakeEngine:
 
     def allocate(self, request: Request, blocks: Sequence[int], cached_tokens: int = 0) -> int:
         """What vLLM does when it schedules a request; returns the tokens that will come from outside."""
+        self.arrive(request)
         tokens = self.scheduler.tokens_from_outside(request, cached_tokens)
+        assert tokens is not None
         self.scheduler.allocated(request, [list(blocks)], tokens)
         return tokens
+
+    def arrive(self, request: Request) -> None:
+        """The request is in the queue; asked again, it is there already."""
+        if request.request_id not in self._arrived:
+            self._arrived[request.request_id] = request
+            self.scheduler.arrived(request)
 
 
 def legs(transfer_id: str = "t", hint: str | None = "P") -> tuple[Request, Request]:

@@ -1,0 +1,246 @@
+"""A decode engine's requests whose KV comes from outside, from vLLM's queue to the first token.
+
+vLLM asks for each request in its queue how many tokens will come from outside, and asks again when a receive has
+failed (policy ``recompute``): then another prefill engine may take over, under the next attempt and with new blocks.
+
+Called by EngineCore's thread, but for :meth:`Incoming.rebind` (the node's) and :meth:`Incoming.want_queued` (any).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from kvbus import blocks as block_runs
+from kvbus.errors import PayloadTooLargeError
+from kvbus.messages import Cancel, Heartbeat, Rebind, Registration, Wanted
+from kvbus.metrics import Counters, OncePer
+from kvbus.sink import SinkScheduler
+from kvbus.subjects import is_token
+
+from .identity import TransferName, digest_of, name_transfer, traceparent_of
+from .step import StepPlan
+
+logger = logging.getLogger(__name__)
+
+FIRST_ATTEMPT = 1
+MAX_TAKEOVER_S = 30.0
+
+
+class BlockRules(Protocol):
+    """What vLLM's own NIXL connector knows about a model's blocks and tokens."""
+
+    def clip(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        """The blocks of each KV group that hold what the other engine needs."""
+        ...
+
+    def external_tokens(self, prompt_tokens: int) -> int:
+        """How many of a prompt's tokens the prefill engine computes."""
+        ...
+
+    def truncate(self, request: Any) -> None:
+        """Drop from a prefill engine's request what the decode engine computes itself."""
+        ...
+
+
+class Stage(Enum):
+    QUEUED = "queued"  # in vLLM's queue, without blocks
+    RECEIVING = "receiving"  # registered
+    GIVEN_UP = "given up"  # the workers are told, and will report it to vLLM
+    ORPHANED = "orphaned"  # reported: vLLM asks again, and for a while the router may name another prefill engine
+    STARTING = "starting"  # received, no token yet
+
+
+_WAITING = (Stage.RECEIVING, Stage.GIVEN_UP, Stage.ORPHANED)
+
+
+@dataclass(slots=True)
+class _Request:
+    request: Any
+    name: TransferName
+    attempt: int
+    hint: str
+    takeover_s: float
+    stage: Stage = Stage.QUEUED
+    orphaned_until: float = 0.0
+    rebound: tuple[int, str] | None = None
+    over: bool = False  # vLLM only waits for the workers' report
+
+
+class Incoming:
+    """The table of these requests; see the module's docstring.
+
+    ``kv_transfer_params`` that count: ``do_remote_prefill``, ``transfer_id``, ``prefill_engine_id`` (a hint),
+    ``attempt`` (from 1), ``takeover_s`` (for how long a router may name another prefill engine when one is lost).
+    """
+
+    def __init__(self, own: Heartbeat, rules: BlockRules, sink: SinkScheduler, counters: Counters) -> None:
+        self._own, self._rules, self._sink, self._counters = own, rules, sink, counters
+        self._requests: dict[str, _Request] = {}
+        self._expect: dict[str, int] = {}
+        self._abandon: list[str] = []
+        self._once = OncePer()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the bus, not vLLM, will move something on."""
+        return any(incoming.stage in _WAITING for incoming in self._requests.values())
+
+    def arrived(self, request: Any) -> None:
+        """A request that names a prefill has come into vLLM's queue."""
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_prefill"):
+            return
+        hint, attempt, takeover_s = (params.get(key) for key in ("prefill_engine_id", "attempt", "takeover_s"))
+        self._requests[request.request_id] = _Request(
+            request,
+            name_transfer(request.request_id, params),
+            attempt if type(attempt) is int and attempt > 0 else FIRST_ATTEMPT,
+            hint if isinstance(hint, str) and is_token(hint) else "",  # what cannot be an engine's id is no hint
+            min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
+        )
+
+    def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
+        """How many of the prompt's tokens beyond ``computed_tokens`` will come; None: ask again."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or incoming.stage is Stage.STARTING:
+            return 0
+        if incoming.stage is Stage.ORPHANED and incoming.rebound is None:
+            if time.monotonic() < incoming.orphaned_until:
+                return None
+            self._counters.add("recomputed")
+            del self._requests[request.request_id]
+            return 0
+        incoming.stage = Stage.QUEUED
+        if incoming.rebound is not None:
+            (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
+        if reason := self._sink.why_not(incoming.hint):
+            self._complain(request, reason)
+            self._decline(incoming, reason)
+            return 0
+        return max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
+
+    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
+        """vLLM has allocated ``block_ids`` (those still to be filled) for ``external_tokens`` tokens from outside."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None or incoming.stage is not Stage.QUEUED:
+            return  # vLLM calls again after the receive, and after a preemption
+        if external_tokens <= 0:
+            self._decline(incoming, "the prompt is cached")
+            return
+        prompt_tokens = self._rules.external_tokens(request.num_prompt_tokens)
+        registration = Registration(
+            **self._about(incoming),
+            blocks=block_runs.to_runs(self._rules.clip(block_ids)),
+            prompt_tokens=prompt_tokens,
+            cached_tokens=prompt_tokens - external_tokens,
+            digest=digest_of(request.prompt_token_ids, prompt_tokens),
+            traceparent=traceparent_of(request),
+        )
+        incoming.stage = Stage.RECEIVING
+        self._expect[request.request_id] = registration.attempt
+        try:
+            self._sink.register(registration, incoming.hint)
+        except PayloadTooLargeError as error:
+            self._complain(request, str(error))
+            incoming.takeover_s = 0.0
+            self._give_up(request.request_id)
+
+    def finished(self, request: Any) -> None:
+        """A request is over, well or not, whatever its stage."""
+        incoming = self._requests.get(request.request_id)
+        if incoming is None:
+            return
+        match incoming.stage:
+            case Stage.RECEIVING | Stage.GIVEN_UP:
+                incoming.over = True
+                self._sink.aborted(request.request_id)
+            case Stage.STARTING:
+                self._start(request.request_id)
+            case Stage.QUEUED | Stage.ORPHANED:
+                self._decline(incoming, "finished before it was scheduled")
+
+    def plan(self, plan: StepPlan) -> None:
+        """Put into ``plan`` what the workers must know; look who has got a first token."""
+        for given_up in self._sink.poll():
+            self._give_up(given_up.request_id)
+        starting = [each for each in self._requests.values() if each.stage is Stage.STARTING]
+        for incoming in starting:
+            if incoming.request.num_output_tokens:
+                self._start(incoming.request.request_id)
+        plan.expect, self._expect = self._expect, {}
+        plan.abandon, self._abandon = self._abandon, []
+
+    def reported(self, request_ids: Collection[str], failed: Collection[str]) -> None:
+        """The workers have reported these receives as over; those in ``failed`` too are not here."""
+        for request_id in request_ids:
+            incoming = self._requests.get(request_id)
+            if incoming is None:
+                continue
+            if request_id in failed:
+                incoming.stage, incoming.orphaned_until = Stage.ORPHANED, time.monotonic() + incoming.takeover_s
+            else:
+                incoming.stage = Stage.STARTING
+                self._sink.received(request_id)
+            if incoming.over:
+                self._start(request_id)
+
+    def rebind(self, rebind: Rebind) -> str:
+        """A router gives a transfer to another prefill engine; returns why not, empty if it is so."""
+        found = [each for each in list(self._requests.values()) if each.name.base == rebind.transfer_id]
+        waiting = [each for each in found if each.stage is not Stage.STARTING and not each.over]
+        if not waiting:
+            return "its KV is here" if found else "unknown transfer"
+        if not is_token(rebind.source_engine):
+            return f"source_engine: {rebind.source_engine!r:.80} cannot be an engine's id"
+        if any(rebind.attempt <= each.attempt for each in waiting):
+            return f"attempt {rebind.attempt} is not later than {max(each.attempt for each in waiting)}"
+        for incoming in waiting:
+            incoming.rebound = (rebind.attempt, rebind.source_engine)
+            self._sink.rebound(incoming.request.request_id, rebind.source_engine)
+        return ""
+
+    def want_queued(self) -> None:
+        """Renew the block leases of what waits in vLLM's queue."""
+        for incoming in list(self._requests.values()):
+            if incoming.stage is Stage.QUEUED:
+                self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
+
+    def _start(self, request_id: str) -> None:
+        del self._requests[request_id]
+        self._sink.first_token(request_id)
+
+    def _give_up(self, request_id: str) -> None:
+        incoming = self._requests.get(request_id)
+        if incoming is not None and incoming.stage is Stage.RECEIVING:
+            incoming.stage = Stage.GIVEN_UP
+            self._abandon.append(request_id)
+
+    def _complain(self, request: Any, reason: str) -> None:
+        self._counters.add("computed_locally")
+        if self._once.due(reason):
+            logger.warning(
+                "kvbus: expected remote KV, computed locally: %s (request %s; the reason is logged once a minute)",
+                reason,
+                request.request_id,
+            )
+
+    def _decline(self, incoming: _Request, reason: str) -> None:
+        """Tell the prefill side that nobody will take this transfer."""
+        del self._requests[incoming.request.request_id]
+        if incoming.rebound is not None:
+            (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
+        self._sink.unwanted(Cancel(**self._about(incoming), reason=reason[:256]), incoming.hint)
+
+    def _about(self, incoming: _Request) -> Mapping[str, Any]:
+        return {
+            "transfer_id": incoming.name.transfer_id,
+            "attempt": incoming.attempt,
+            "sink_engine": self._own.engine,
+            "sink_incarnation": self._own.incarnation,
+            "request_id": incoming.request.request_id,
+        }
