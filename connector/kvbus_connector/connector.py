@@ -29,6 +29,7 @@ from kvbus.subjects import check_token
 from . import nixl_plane
 from .compat import check_version, check_vllm_config
 from .identity import heartbeat_of
+from .prometheus import BusPromMetrics, BusStats, Meter
 from .scheduler import SchedulerHalf
 from .step import StepPlan
 from .worker import WorkerHalf
@@ -72,6 +73,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             logger.error("%s", error)  # vLLM buries it under the tracebacks of several processes
             raise
         engine = own.engine
+        self._meter = Meter()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
@@ -86,6 +88,20 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 lambda: nixl_plane.NixlPlane(vllm_config, engine, kv_cache_config, device),
                 lambda name: NatsBus(config.servers, name),
             )
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BusStats:
+        return BusStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> BusPromMetrics:
+        return BusPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -166,6 +182,10 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Blocks are kept until their WRITE has ended: nothing to wait for."""
 
     # Both
+
+    def get_kv_connector_stats(self) -> BusStats | None:
+        half = self._scheduler or self._worker
+        return self._meter.read(half.all_counters) if half is not None else None
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

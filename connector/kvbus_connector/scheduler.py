@@ -16,6 +16,7 @@ from kvbus.config import Config
 from kvbus.lease import SinkLease
 from kvbus.membership import Membership
 from kvbus.messages import Heartbeat, State
+from kvbus.metrics import Counters
 from kvbus.node import Node
 from kvbus.registrar import Registrar
 from kvbus.sink import SinkScheduler, serve_metadata
@@ -68,6 +69,10 @@ class SchedulerHalf:
         threading.Thread(target=self._want_queued, name="kvbus-wanted", daemon=True).start()
         if not self._address:
             threading.Thread(target=self._find_address, name="kvbus-address", daemon=True).start()
+
+    @property
+    def all_counters(self) -> list[Counters]:
+        return [self.node.counters]
 
     # Set-up
 

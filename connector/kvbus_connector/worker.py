@@ -73,6 +73,10 @@ class WorkerHalf:
         return self._plane.rank
 
     @property
+    def all_counters(self) -> list[Counters]:
+        return [self.counters, *([self.node.counters] if self.node is not None else [])]
+
+    @property
     def waiting(self) -> int:
         """How many transfers this rank knows of."""
         rank = self._rank

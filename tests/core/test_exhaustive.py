@@ -344,15 +344,15 @@ CASES = {
     "abort": (COMPLETE | {"abort"}, 1),
     "abort-lose": (COMPLETE | {"abort", "lose"}, 1),
     "restart-lose": (BOTH | {"restart", "lose"}, 1),
-    "abort-restart": (BOTH | {"abort", "restart"}, 1),
-    "again": (COMPLETE | AGAIN, 1),
     "again-lose": (COMPLETE | AGAIN | {"lose"}, 1),
-    "again-restart": (BOTH | AGAIN | {"restart"}, 1),
-    "again-abort": (COMPLETE | AGAIN | {"abort"}, 1),
 }
 DEEP = {
     "abort-2": (COMPLETE | {"abort"}, 2),
+    "abort-restart": (BOTH | {"abort", "restart"}, 1),
     "again-2": (COMPLETE | AGAIN, 2),
+    "again-restart": (BOTH | AGAIN | {"restart"}, 1),
+    "again-abort": (COMPLETE | AGAIN | {"abort"}, 1),
+    "all-0": (BOTH | AGAIN | {"abort", "restart", "lose"}, 0),
     "all": (BOTH | AGAIN | {"abort", "restart", "lose"}, 1),
 }
 if os.environ.get("KVBUS_SEARCH") == "deep":

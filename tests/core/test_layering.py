@@ -28,7 +28,12 @@ SITES = {
     "nats": {"kvbus/bus.py"},
     "opentelemetry": {"kvbus/tracing.py"},
     "msgpack": {"kvbus/messages.py"},
-    "vllm": {"kvbus_connector/connector.py", "kvbus_connector/nixl_plane.py", "kvbus_connector/plugin.py"},
+    "vllm": {
+        "kvbus_connector/connector.py",
+        "kvbus_connector/nixl_plane.py",
+        "kvbus_connector/plugin.py",
+        "kvbus_connector/prometheus.py",
+    },
     "nixl": set(),
     "torch": {"kvbus/local/model.py", "kvbus_connector/nixl_plane.py"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from support.engines import ARGUMENTS, assert_came_from_outside, complete, post, prompt, prompt_tokens, say
+from support.engines import ARGUMENTS, assert_came_from_outside, complete, metrics, post, prompt, prompt_tokens, say
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.process import free_port
@@ -103,6 +104,28 @@ async def test_stale_and_invented_parameters_never_give_another_prompts_answer(
         status, answer = await post(f"{decode}/v1/completions", body(ids, 12, first["kv_transfer_params"]))
         assert status == 200
         assert tuple(answer["choices"][0]["token_ids"]) == expected[tuple(ids)], "the KV of another prompt"
+
+
+async def test_vllms_own_metrics_show_the_bus(cluster: Cluster) -> None:
+    """H2 among others: whatever is refused, given up or computed locally is counted where operators look."""
+
+    async def count(name: str, label: str) -> float:
+        text = await metrics(cluster.engines[name].url)
+        found = re.search(rf"^vllm:kvbus_{label}[^}}]*}} ([0-9.e+]+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    transfers, written = 'transfers_total{.*outcome="done"', "written_bytes_total{"
+    before = [await count("prefill-0", each) for each in (transfers, written)]
+    await complete(cluster.url, prompt(320, seed=29))
+    await complete(cluster.url, prompt(10, seed=29))  # what is counted is shown with the next step
+    after = [await count("prefill-0", each) for each in (transfers, written)]
+    assert after[0] - before[0] >= 1
+    assert after[1] - before[1] >= 320 * 1024
+    assert await count("prefill-0", "peers_refused_total{") == 0
+    local = await count("decode-0", "computed_locally_total{")
+    params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "prefill_engine_id": "nobody"}
+    await post(f"{cluster.engines['decode-0'].url}/v1/completions", body(prompt(40, seed=30), 2, params))
+    assert await count("decode-0", "computed_locally_total{") == local + 1
 
 
 async def test_a_prompt_that_is_too_long_gets_the_engines_own_refusal(cluster: Cluster) -> None:
