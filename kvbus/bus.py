@@ -238,7 +238,9 @@ class NatsBus:
 
         async def on_error(error: Exception) -> None:
             self._why = f"{error}" or type(error).__name__
-            if self._client is client:
+            if "$SYS." in self._why:
+                logger.debug("kvbus: this server does not show disconnects: %s", self._why)
+            elif self._client is client:
                 self._counters.add("nats_errors")
                 logger.warning("kvbus: NATS says: %s", self._why)
 

@@ -11,6 +11,7 @@ from kvbus.bounded import Deadlines
 from kvbus.messages import Bye, Heartbeat, Role, State
 
 MAX_PEERS = 4096
+SUSPECT_S = 1.0  # a client that connects again does so, and announces itself, in a fraction of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,12 @@ class Membership:
     def tick(self, now: float) -> list[Change]:
         """Drop whom nothing was heard from."""
         return [self._drop(self._peers[engine], "silent") for engine in self._deadlines.pop_due(now)]
+
+    def suspect(self, engine: str, incarnation: int, now: float) -> None:
+        """Its connection is gone: it has little time to speak again. Unknown ones are ignored."""
+        known = self._peers.get(engine)
+        if known is not None and known.incarnation == incarnation:
+            self._deadlines.set(engine, now + min(SUSPECT_S, self._dead_after_s))
 
     def excuse_silence(self, now: float) -> None:
         """We were deaf ourselves (the bus was away): everybody gets a full term from now on."""

@@ -20,6 +20,7 @@ from kvbus.errors import KVBusError, MessageError, PayloadTooLargeError
 from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
 from kvbus.messages import Bye, Heartbeat, Message, Who, decode, encode
 from kvbus.metrics import Counters, OncePer
+from kvbus.presence import DISCONNECTS, lost_engine
 from kvbus.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -192,6 +193,7 @@ class Node:
         self.listen(self.subjects.heartbeats("*", "*"), Heartbeat, self._hear)
         self.listen(self.subjects.bye("*"), Bye, self._hear)
         self.listen(self.subjects.who, Who, lambda _: self._announce())
+        await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
             await setup()
@@ -250,6 +252,12 @@ class Node:
 
     def _hear(self, message: Heartbeat | Bye) -> None:
         self._tell(self.membership.hear(message, time.monotonic()))
+
+    def _on_disconnect(self, _: str, payload: bytes) -> None:
+        lost = lost_engine(payload)
+        if lost is not None:
+            self.membership.suspect(*lost, time.monotonic())
+            self._arm()
 
     def _tell(self, changes: list[Change]) -> None:
         for change in changes:

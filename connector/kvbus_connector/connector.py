@@ -24,6 +24,7 @@ from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import KVBusError
 from kvbus.messages import Heartbeat
+from kvbus.presence import connection_name
 from kvbus.subjects import check_token
 
 from . import nixl_plane
@@ -78,7 +79,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker: WorkerHalf | None = None
         if role is KVConnectorRole.SCHEDULER:
             rules = nixl_plane.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
-            bus = NatsBus(config.servers, f"kvbus-{engine}-scheduler")
+            bus = NatsBus(config.servers, connection_name(engine, own.incarnation))
             self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid())
         else:
             device = nixl_plane.current_device()

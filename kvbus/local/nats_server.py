@@ -12,6 +12,18 @@ from kvbus.errors import LocalClusterError
 from kvbus.local.process import Child
 
 START_TIMEOUT_S = 10.0
+# Whoever connects sees when engines lose their connection: kvbus.presence.
+CONFIGURATION = """\
+system_account: SYS
+accounts {
+  SYS { exports: [{stream: "$SYS.ACCOUNT.*.DISCONNECT"}] }
+  KVBUS {
+    users: [{user: kvbus, password: kvbus}]
+    imports: [{stream: {account: SYS, subject: "$SYS.ACCOUNT.KVBUS.DISCONNECT"}}]
+  }
+}
+no_auth_user: kvbus
+"""
 
 
 def find_binary() -> str:
@@ -34,7 +46,10 @@ class NatsServer:
         for old in ports.glob("*.ports"):
             old.unlink()
         wanted = "-1" if port is None else str(port)
-        self.child = Child(name, [find_binary(), "-a", "127.0.0.1", "-p", wanted, "--ports_file_dir", str(ports)], logs)
+        configuration = logs / f"{name}.conf"
+        configuration.write_text(CONFIGURATION)
+        command = [find_binary(), "-c", str(configuration), "-a", "127.0.0.1", "-p", wanted]
+        self.child = Child(name, [*command, "--ports_file_dir", str(ports)], logs)
         self.port = port or self._read_port(ports)
         self.url = f"nats://127.0.0.1:{self.port}"
 

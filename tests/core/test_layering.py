@@ -14,7 +14,7 @@ SOURCES = sorted([*(ROOT / "kvbus").rglob("*.py"), *(ROOT / "connector").rglob("
 
 LAYERS = [
     {"errors", "blocks", "subjects", "messages", "bounded", "config"},
-    {"matching", "matcher", "registrar", "arrivals", "membership", "lease", "sinks"},
+    {"matching", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
     {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "rank", "writer", "node"},
     {"source", "sink"},
     {"router", "local", "sim"},
@@ -81,7 +81,7 @@ def test_every_module_has_a_layer() -> None:
 
 
 def test_nothing_needs_vllm_nixl_or_torch_but_what_adapts_them() -> None:
-    adapters = {"kvbus_connector.connector", "kvbus_connector.nixl_plane"}
+    adapters = {f"kvbus_connector.{name}" for name in ("connector", "nixl_plane", "prometheus")}
     names = []
     for path in SOURCES:
         parts = path.with_suffix("").relative_to(ROOT).parts

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from kvbus.membership import Membership, PeerChanged, PeerJoined, PeerLeft, differences
 from kvbus.messages import Bye, Heartbeat, Role, State
+from kvbus.presence import connection_name, lost_engine
 
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, compat=(("dtype", "bfloat16"),))
 
@@ -25,6 +27,30 @@ def test_silence_is_death_after_a_while() -> None:
     assert members.next_deadline() == 5.0
     assert members.tick(4.9) == []
     assert members.tick(5.0) == [PeerLeft("P", 5, Role.PREFILL, "silent")]
+
+
+def test_a_lost_connection_leaves_little_time_to_speak_again() -> None:
+    members = Membership(dead_after_s=3.0)
+    members.hear(BEAT, 0.0)
+    members.suspect("P", 4, 1.0)
+    assert members.next_deadline() == 3.0, "the connection of an older incarnation"
+    members.suspect("P", 5, 1.0)
+    assert members.next_deadline() == 2.0
+    members.hear(BEAT, 1.5)
+    assert members.tick(4.4) == []
+    members.suspect("P", 5, 4.4)
+    assert members.tick(5.4) == [PeerLeft("P", 5, Role.PREFILL, "silent")]
+
+
+def test_only_an_engines_own_connection_is_its_presence() -> None:
+    def event(name: object) -> bytes:
+        return json.dumps({"client": {"name": name}}).encode()
+
+    assert lost_engine(event(connection_name("P", 5))) == ("P", 5)
+    for junk in (b"", b"\xff", b"[]", b"{}", b'{"client": 3}', event(None), event("kvbus-router"), event("x/P/5")):
+        assert lost_engine(junk) is None
+    assert lost_engine(event("kvbus-engine/P/x")) is None
+    assert lost_engine(b" " * (1 << 15)) is None
 
 
 def test_our_own_deafness_is_not_their_silence() -> None:

@@ -21,7 +21,7 @@ async def test_it_starts_without_a_server_and_joins_when_there_is_one(
     port = free_port()
     got: list[bytes] = []
     heard: list[bool] = []
-    bus = NatsBus([f"nats://user:secret@127.0.0.1:{port}"], "test")
+    bus = NatsBus([f"nats://kvbus:kvbus@127.0.0.1:{port}"], "test")
     bus.watch(heard.append)
     with caplog.at_level(logging.WARNING, "kvbus"):
         async with bus:
@@ -38,7 +38,7 @@ async def test_it_starts_without_a_server_and_joins_when_there_is_one(
     complaints = [record for record in caplog.records if "no NATS server at" in record.message]
     assert len(complaints) == 1, "said once, not at every try"
     assert f"nats://127.0.0.1:{port}" in complaints[0].getMessage()
-    assert "secret" not in caplog.text
+    assert "kvbus:kvbus" not in caplog.text
 
 
 async def test_it_survives_a_restart_of_the_server(own_nats_server: NatsServer, tmp_path: Path) -> None:
