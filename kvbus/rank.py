@@ -145,6 +145,11 @@ class Rank:
         """How many transfers the matcher knows of."""
         return self._matcher.counts["transfers"]
 
+    @property
+    def receiving(self) -> int:
+        """How many receives are expected and not reported."""
+        return len(self._arrivals)
+
     def handle(self, item: Item) -> None:
         """Take one item from the bus or from the engine."""
         now = self._clock()
