@@ -23,7 +23,8 @@ from kvbus.registrar import Registrar
 from kvbus.sim.live_bus import FaultyBus
 from kvbus.sim.live_stage import LiveStage
 from kvbus.sim.plane import SimPlane, metadata_of
-from kvbus.sim.played import PlayedDecode, PlayedPrefill
+from kvbus.sim.played import PlayedPrefill
+from kvbus.sim.played_decode import PlayedDecode
 from kvbus.sim.stage import Scene, Ticket
 from kvbus.sink import SinkScheduler, serve_metadata
 from kvbus.source import RankNode
