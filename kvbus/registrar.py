@@ -283,6 +283,8 @@ class Registrar:
             case RegistrationAck(refused=reason) if reason:
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, f"refused: {reason}", now)
+            case RegistrationAck(claimed=claimed):
+                receive.claimed = receive.claimed or claimed
             case TransferFailed(reason=reason):
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, reason, now)

@@ -183,6 +183,17 @@ def test_a_living_prefill_engine_that_knows_the_request_may_take_its_time() -> N
     assert registrar.tick(299.0 + 60.0) == [cancel("no sign of life from the prefill engine")]
 
 
+def test_a_request_that_was_claimed_before_it_was_registered_may_take_its_time() -> None:
+    """L5: progress is told when the request arrives; decode may have had no blocks for it yet."""
+    registrar = new()
+    progress = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
+    assert Registrar().apply(progress, 0.0) == [Reject("unknown transfer")]
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 0.1)
+    for second in range(1, 300):
+        registrar.apply(BEAT, float(second))
+        assert registrar.tick(float(second)) in ([], [PUBLISH])
+
+
 def test_a_living_prefill_engine_that_never_saw_the_request_is_not_waited_for() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
