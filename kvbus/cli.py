@@ -240,18 +240,31 @@ def bench(
 
 @app.command()
 def sim(
-    transfers: Annotated[int, typer.Option(help="How many requests, over lives of 200 each.", min=1)] = 10_000,
+    transfers: Annotated[
+        int | None,
+        typer.Option(help="How many requests, over lives of 200 each. Default: 10,000; in real time 1,000.", min=1),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the first life; the next ones count on.")] = 1,
     faults: Annotated[str, typer.Option(help="all, none, bus, partition, kill or abort.")] = "all",
+    bus: Annotated[
+        str,
+        typer.Option(
+            help="virtual: played, in virtual time; a seed gives the same life again. nats: the real shells over a "
+            "nats-server that is started, killed and frozen, in real time (a life takes about 20 s). memory: likewise "
+            "without a server. In real time a seed gives the same requests and faults, but not the same schedule."
+        ),
+    ] = "virtual",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Chaos: the real protocol code among played engines in virtual time, with faults, its laws checked at every step.
+    """Chaos: the real protocol code among played engines, with faults, its laws checked at every step.
 
     Examples:
 
     [bold]kvbus sim[/bold]
 
     [bold]kvbus sim --faults partition --transfers 1000[/bold]
+
+    [bold]kvbus sim --bus nats[/bold]
     """
     import json
 
@@ -261,16 +274,17 @@ def sim(
     from kvbus.sim.run import run_lives
 
     logging.getLogger("kvbus").setLevel(logging.CRITICAL)  # faults are what it is about
+    wanted = transfers or (10_000 if bus == "virtual" else 1_000)
     started = time.monotonic()
     with clear_errors(), Progress(console=err, transient=True) as bar:
-        task = bar.add_task("transfers", total=transfers)
-        account = run_lives(seed, transfers, faults, lambda done: bar.update(task, completed=done))
+        task = bar.add_task("transfers", total=wanted)
+        account = run_lives(seed, wanted, faults, lambda done: bar.update(task, completed=done), bus)
     took_s = time.monotonic() - started
     figures = {"transfers": account.transfers, "violations": 0, "worst_wait_s": round(account.worst_wait_s, 1)}
     if json_output:
         typer.echo(json.dumps({**figures, "took_s": round(took_s, 1), "counts": dict(account.counts)}))
         return
-    table = Table("what", "how many", title=f"{account.transfers} transfers, seed {seed}, faults: {faults}")
+    table = Table("what", "how many", title=f"{account.transfers} transfers, seed {seed}, faults: {faults}, bus: {bus}")
     for name, number in [*figures.items(), *account.counts.most_common()]:
         table.add_row(name, f"{number:,}")
     Console().print(table)

@@ -575,7 +575,11 @@ class Matcher:
         }
 
     def _ack(self, registration: Registration, refused: str = "") -> Send:
-        return Send(registration.sink_engine, RegistrationAck(**self._about(registration), refused=refused))
+        transfer = self._transfers.get(registration.transfer_id)
+        known = transfer is not None and (transfer.announced or transfer.completion is not None)
+        claimed = known and not refused
+        ack = RegistrationAck(**self._about(registration), refused=refused, claimed=claimed)
+        return Send(registration.sink_engine, ack)
 
     def _cancel_ack(self, cancel: Cancel) -> Send:
         return Send(cancel.sink_engine, CancelAck(**self._about(cancel)))

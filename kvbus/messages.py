@@ -209,11 +209,16 @@ class _FromSourceRank(_FromSource):
 
 @dataclass(frozen=True, slots=True)
 class RegistrationAck(_FromSourceRank):
-    """The registration is held (``refused`` empty), or will never be served (``refused`` says why)."""
+    """The registration is held (``refused`` empty), or will never be served (``refused`` says why).
+
+    ``claimed``: the prefill engine has the request. Its first :class:`PrefillProgress` may have come before the decode
+    engine listened for it.
+    """
 
     KIND = "ack"
 
     refused: str = ""
+    claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,8 @@ class Rank:
         self._counters, self._recorder = counters, recorder
         self._pulse_interval_s, self._max_write_s = pulse_interval_s, max_write_s
         self._pulse_at = first_pulse_at
-        self._overdue: set[str] = set()
+        self._overdue: set[str] = set()  # disconnected from, until their WRITEs have ended
+        self._to_meet: set[str] = set()  # to be met anew then
         self._arrivals = Arrivals()
         self._peer_tp: dict[str, int] = {}
         self._leaving: dict[str, SinkLeft] = {}
@@ -143,6 +144,11 @@ class Rank:
     def transfers(self) -> int:
         """How many transfers the matcher knows of."""
         return self._matcher.counts["transfers"]
+
+    @property
+    def receiving(self) -> int:
+        """How many receives are expected and not reported."""
+        return len(self._arrivals)
 
     def handle(self, item: Item) -> None:
         """Take one item from the bus or from the engine."""
@@ -183,7 +189,8 @@ class Rank:
             for ended in self._transport.poll():
                 self._end_write(ended)
             self._drop_left()
-            for engine in [each for each in self._overdue if not self._writes_into(each)]:
+            for engine in [each for each in self._to_meet if not self._writes_into(each)]:
+                self._to_meet.discard(engine)
                 self._overdue.discard(engine)
                 self._introduce(engine)
         if self._arrivals or self._landing or now < self._greeting_until:
@@ -203,6 +210,7 @@ class Rank:
                     "kvbus: a WRITE into %s has run for %.1f s; disconnecting from it", job.sink_engine, now - posted
                 )
                 self._overdue.add(job.sink_engine)
+                self._to_meet.add(job.sink_engine)
                 self._peer_tp.pop(job.sink_engine, None)
                 self._transport.drop_peer(job.sink_engine)
                 self._perform(self._matcher.apply(SinkLeft(job.sink_engine, job.sink_incarnation), now))
@@ -293,7 +301,7 @@ class Rank:
 
     def _add_peer(self, peer: AddPeer, now: float) -> None:
         if self._writes_into(peer.engine):
-            self._overdue.add(peer.engine)  # its older incarnation's WRITEs must end first; then it is met anew
+            self._to_meet.add(peer.engine)  # its older incarnation's WRITEs must end first; then it is met anew
             return
         self._transport.drop_peer(peer.engine)
         try:

@@ -32,6 +32,8 @@ from kvbus.messages import (
 
 FIRST_RESEND_S = 0.25
 MAX_RESEND_S = 2.0
+# Nothing but the answer to it brings back word of a failure that was lost while the prefill engine lives on.
+HELD_RESEND_S = 5.0
 BUS_PATIENCE_S = 1.0
 MAX_RECEIVED = 1 << 14
 
@@ -152,7 +154,7 @@ Effect = Publish | Echo | Abandon | Reject
 
 class Phase(Enum):
     REGISTERED = "registered"  # sent, and sent again until every rank has acknowledged
-    HELD = "held"  # by every rank of one prefill engine
+    HELD = "held"  # by every rank of one prefill engine; sent again, rarely, once that has the request
     CANCELLING = "cancelling"  # the blocks wait for the ranks that may still write to say that they will not
     FENCING = "fencing"  # nobody answers: the blocks wait until every write lease has run out
 
@@ -256,7 +258,8 @@ class Registrar:
                 receive.reason = receive.reason or "the bus is away"
                 effects += self._begin_fence(receive, now)
             elif now < min(receive.patience_until, receive.give_up_at):
-                effects += [self._publish(receive, now)] if receive.phase is not Phase.HELD else []
+                if self._is_resent(receive) and now >= receive.resend_at:
+                    effects.append(self._publish(receive, now))
                 self._arm(receive)
             elif receive.phase is Phase.CANCELLING:
                 effects += self._begin_fence(receive, now)
@@ -317,6 +320,8 @@ class Registrar:
             case RegistrationAck(refused=reason) if reason:
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, f"refused: {reason}", now)
+            case RegistrationAck(claimed=claimed):
+                receive.claimed = receive.claimed or claimed
             case TransferFailed(reason=reason):
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, reason, now)
@@ -329,7 +334,8 @@ class Registrar:
         if receive.phase is Phase.REGISTERED and receive.sent_to != receive.incarnation:
             effects.append(self._publish(receive, now))  # to this very incarnation: only that lets it write
         if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:
-            receive.phase = Phase.HELD
+            receive.phase, receive.resend_s = Phase.HELD, HELD_RESEND_S
+            receive.resend_at = now + receive.resend_s
         if receive.registration.request_id not in self._receives:
             return effects
         if receive.phase in _GIVING_UP and len(receive.ended) == receive.ranks:
@@ -452,7 +458,8 @@ class Registrar:
 
     def _publish(self, receive: _Receive, now: float) -> Publish:
         receive.resend_at = now + receive.resend_s
-        receive.resend_s = min(2 * receive.resend_s, MAX_RESEND_S)
+        if receive.phase is not Phase.HELD:
+            receive.resend_s = min(2 * receive.resend_s, MAX_RESEND_S)
         registration = receive.registration
         if receive.phase not in _GIVING_UP:
             if not receive.engine:
@@ -474,9 +481,14 @@ class Registrar:
 
     def _arm(self, receive: _Receive) -> None:
         at = min(receive.patience_until, receive.give_up_at)
-        if receive.phase is not Phase.HELD:
+        if self._is_resent(receive):
             at = min(at, receive.resend_at)
         self._timers.set(receive.registration.request_id, at)
+
+    @staticmethod
+    def _is_resent(receive: _Receive) -> bool:
+        """One that is held, but whose request was never seen, runs out of patience: acknowledgements would feed it."""
+        return receive.phase is not Phase.HELD or receive.claimed
 
     @staticmethod
     def _why_late(receive: _Receive) -> str:

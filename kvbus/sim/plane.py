@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from kvbus import blocks
 from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.matching import WriteEnded, WriteJob
-from kvbus.sim.world import Violation, World
+from kvbus.sim.faults import Violation
+from kvbus.sim.stage import Pace, Stage
 
 NUM_BLOCKS = 96
+_ROUNDING_S = 1e-6
 
 
 class Arena:
-    """The memory of one incarnation of an engine, all ranks alike: which request owns each block."""
+    """The memory of one incarnation of an engine, all ranks alike: which request owns each block.
 
-    def __init__(self, incarnation: int) -> None:
-        self.incarnation = incarnation
+    Args:
+        settle: lands every WRITE that is due, before owners change.
+    """
+
+    def __init__(self, incarnation: int, settle: Callable[[], None]) -> None:
+        self.incarnation, self._settle = incarnation, settle
         self.owner: dict[int, str] = {}
         self._free = deque(range(NUM_BLOCKS))
 
@@ -26,7 +34,7 @@ class Arena:
         return len(self._free)
 
     def take(self, request_id: str, count: int) -> list[int] | None:
-        """Allocate, oldest freed first; None if there are too few."""
+        """Allocate, last freed first; None if there are too few."""
         if count > len(self._free):
             return None
         taken = [self._free.popleft() for _ in range(count)]
@@ -34,6 +42,7 @@ class Arena:
         return taken
 
     def give_back(self, block_ids: Sequence[int]) -> None:
+        self._settle()
         for block in block_ids:
             if self.owner.pop(block, None) is None:
                 raise Violation(f"block {block} freed twice")
@@ -42,22 +51,38 @@ class Arena:
 
 
 class Fabric:
-    """Who has which memory, by engine."""
+    """Who has which memory, by engine, and the WRITEs under way.
 
-    def __init__(self) -> None:
+    A WRITE lands at its time, whatever engines do meanwhile: where time is real and timers are late, it still lands
+    before anything that happens after its time.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._landings: list[tuple[float, int, Callable[[], None]]] = []
+        self._tie = itertools.count()
         self.arenas: dict[str, Arena] = {}
         self.ranks: dict[tuple[str, int], SimPlane] = {}
+
+    def land_after(self, takes_s: float, land: Callable[[], None]) -> None:
+        heapq.heappush(self._landings, (self._stage.now + takes_s, next(self._tie), land))
+        self._stage.at(takes_s, self.settle)
+
+    def settle(self) -> None:
+        """Land every WRITE that is due."""
+        while self._landings and self._landings[0][0] <= self._stage.now + _ROUNDING_S:
+            _, _, land = heapq.heappop(self._landings)
+            land()
 
 
 class SimPlane:
     """``kvbus.transport.Transport`` of one rank."""
 
-    def __init__(self, world: World, fabric: Fabric, engine: str, rank: int, ranks: int, max_write_s: float) -> None:
-        self._world, self._fabric = world, fabric
-        self._engine, self._rank, self._ranks, self._max_write_s = engine, rank, ranks, max_write_s
+    def __init__(self, stage: Stage, pace: Pace, fabric: Fabric, engine: str, rank: int) -> None:
+        self._stage, self._pace, self._fabric, self._rank = stage, pace, fabric, rank
         self._peers: dict[str, Arena] = {}
         self._ended: list[WriteEnded] = []
-        self._posted: dict[tuple[str, int], str] = {}
+        self._stuck: list[WriteJob] = []
         self._notifications: list[str] = []
         self.on_news: Callable[[], None] = lambda: None
         fabric.ranks[engine, rank] = self
@@ -67,51 +92,67 @@ class SimPlane:
 
     def add_peer(self, engine: str, tp_size: int, metadata: Mapping[int, bytes]) -> int:
         arena = self._fabric.arenas.get(engine)
-        if arena is None or any(payload != str(arena.incarnation).encode() for payload in metadata.values()):
+        if arena is None or any(payload != metadata_of(arena.incarnation) for payload in metadata.values()):
             raise PeerRefusedError(engine, "it is gone")
         self._peers[engine] = arena
         return NUM_BLOCKS
 
     def drop_peer(self, engine: str) -> None:
         self._peers.pop(engine, None)
+        broken = [job for job in self._stuck if job.sink_engine == engine]
+        self._stuck = [job for job in self._stuck if job.sink_engine != engine]
+        self._ended += [WriteEnded(job.transfer_id, job.attempt, failure="disconnected") for job in broken]
 
     def post(self, job: WriteJob, notification: str) -> None:
+        stage = self._stage
         arena = self._peers.get(job.sink_engine)
-        if arena is None or self._world.chance.random() < self._world.faults.write_failure:
+        if arena is None or stage.chance.random() < stage.faults.write_failure:
             raise TransferRefusedError("no way to the peer")
-        key = (job.transfer_id, job.attempt)
-        self._posted[key] = job.sink_engine
-        self._world.counts["writes"] += 1
-        takes_s = self._world.chance.expovariate(1 / self._world.faults.mean_write_s)
+        stage.counts["writes"] += 1
+        if stage.chance.random() < stage.faults.stuck:
+            stage.counts["writes stuck"] += 1
+            self._stuck.append(job)
+            return
+        takes_s = stage.chance.expovariate(1 / (stage.faults.mean_write_s * self._pace.wait))
         # The rank that posted it disconnects before this; a dead one's last WRITE is over by then, too.
-        takes_s = min(takes_s, 0.98 * self._max_write_s)
+        takes_s = min(takes_s, 0.98 * self._pace.max_write_s)
         target = self._fabric.ranks.get((job.sink_engine, self._rank))
-        self._world.at(takes_s, lambda: self._land(key, job, notification, arena, target))
+        self._fabric.land_after(takes_s, lambda: self._land(job, notification, arena, target))
 
     def poll(self) -> list[WriteEnded]:
+        self._fabric.settle()
         ended, self._ended = self._ended, []
         return ended
 
     def notifications(self) -> list[str]:
+        self._fabric.settle()
         found, self._notifications = self._notifications, []
         return found
 
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _land(
-        self, key: tuple[str, int], job: WriteJob, notification: str, arena: Arena, target: SimPlane | None
-    ) -> None:
+    def _land(self, job: WriteJob, notification: str, arena: Arena, target: SimPlane | None) -> None:
         if self._fabric.arenas.get(job.sink_engine) is arena:
             for group in blocks.from_runs(job.sink_blocks):
                 for block in group:
-                    if arena.owner.get(block) != job.sink_request:
+                    if arena.owner.get(block) != owner_tag(job.sink_request, job.attempt):
                         raise Violation(
-                            f"a WRITE for {job.sink_request} landed in block {block} of {arena.owner.get(block)}"
+                            f"a WRITE for {job.sink_request}, attempt {job.attempt}, landed in block {block} of "
+                            f"{arena.owner.get(block)}"
                         )
             if target is not None:
                 target._notifications.append(notification)
                 target.on_news()
-        self._posted.pop(key, None)
         self._ended.append(WriteEnded(job.transfer_id, job.attempt, blocks.count(job.sink_blocks)))
         self.on_news()
+
+
+def owner_tag(request_id: str, attempt: int) -> str:
+    """What a decode engine's blocks are marked with while they wait for this attempt's KV."""
+    return f"{request_id}/{attempt}"
+
+
+def metadata_of(incarnation: int) -> bytes:
+    """What a rank answers to a metadata request."""
+    return str(incarnation).encode()

@@ -4,51 +4,52 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.sim.faults import Faults, Violation, faults_of
 from kvbus.sim.life import TRANSFERS_PER_LIFE, Account, Life
-from kvbus.sim.world import ALL_FAULTS, CALM, Faults, Violation
+from kvbus.sim.live import live_once
 
-KINDS = {
-    "all": ALL_FAULTS,
-    "none": CALM,
-    "bus": replace(CALM, drop=0.05, double=0.1, late=0.05, outage_every_s=30.0, stall_every_s=15.0),
-    "partition": replace(CALM, cut_every_s=5.0, mean_write_s=0.5),
-    "kill": replace(CALM, kill_every_s=10.0, mean_write_s=0.5),
-    "abort": replace(CALM, abort=0.4, mean_write_s=0.5),
-}
+BUSES = ("virtual", "memory", "nats")
 
 
 class LawBrokenError(KVBusError):
-    """A life broke a law; the same seed breaks it again."""
+    """A life broke a law. In virtual time the same seed breaks it again; in real time it may."""
 
-    def __init__(self, seed: int, kind: str, law: str) -> None:
-        self.seed, self.kind, self.law = seed, kind, law
-        again = f"kvbus sim --seed {seed} --faults {kind} --transfers {TRANSFERS_PER_LIFE}"
-        super().__init__(f"kvbus: seed {seed}: {law}; see it again with: {again}")
+    def __init__(self, seed: int, kind: str, bus: str, law: str) -> None:
+        self.seed, self.kind, self.bus, self.law = seed, kind, bus, law
+        again = f"--seed {seed} --faults {kind} --transfers {TRANSFERS_PER_LIFE}"
+        if bus == "virtual":
+            hint, command = "see it again with", "kvbus sim"
+        else:
+            hint = "the seed gives requests and faults, the machine when each thing happens, so try more than once"
+            command = f"kvbus sim --bus {bus}"
+        super().__init__(f"kvbus: seed {seed}: {law}; {hint}: {command} {again}")
 
 
-def faults_of(kind: str) -> Faults:
-    if kind not in KINDS:
-        raise ConfigError("--faults", kind, ", ".join(KINDS))
-    return KINDS[kind]
-
-
-def run_lives(seed: int, transfers: int, kind: str, progress: Callable[[int], None]) -> Account:
-    """Run lives of consecutive seeds until so many transfers have been seen; ``progress`` is told after each.
+def run_lives(seed: int, transfers: int, kind: str, progress: Callable[[int], None], bus: str = "virtual") -> Account:
+    """Run lives of consecutive seeds until so many transfers have been seen; ``progress`` is told now and then.
 
     Raises:
-        LawBrokenError: naming the seed that shows it again.
+        LawBrokenError: naming the seed.
     """
     faults = faults_of(kind)
+    if bus not in BUSES:
+        raise ConfigError("--bus", bus, ", ".join(BUSES))
     account = Account(0, Counter(), 0.0)
     while account.transfers < transfers:
         count = min(TRANSFERS_PER_LIFE, transfers - account.transfers)
+        before = account.transfers
         try:
-            account += Life(seed, faults, count).live()
+            account += _live(seed, faults, bus, count, lambda ended, before=before: progress(before + ended))  # type: ignore[misc]
         except Violation as violation:
-            raise LawBrokenError(seed, kind, str(violation)) from violation
+            raise LawBrokenError(seed, kind, bus, str(violation)) from violation
         seed += 1
         progress(account.transfers)
     return account
+
+
+def _live(seed: int, faults: Faults, bus: str, transfers: int, progress: Callable[[int], None]) -> Account:
+    if bus == "virtual":
+        return Life(seed, faults, transfers).live()
+    return live_once(seed, faults, bus, transfers, progress)

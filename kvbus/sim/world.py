@@ -1,4 +1,4 @@
-"""Virtual time, and the bus that loses, doubles, delays and cuts."""
+"""Virtual time, and the played bus."""
 
 from __future__ import annotations
 
@@ -7,61 +7,20 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvbus.messages import Message, decode, encode
-
-
-@dataclass(frozen=True, slots=True)
-class Faults:
-    """How often things go wrong: chances for each message, and mean seconds between events; 0 is never."""
-
-    drop: float = 0.0
-    double: float = 0.0
-    late: float = 0.0
-    cut_every_s: float = 0.0
-    kill_every_s: float = 0.0
-    outage_every_s: float = 0.0
-    stall_every_s: float = 0.0
-    abort: float = 0.0
-    write_failure: float = 0.0
-    drift: float = 0.0
-    mean_write_s: float = 0.05
-
-
-CALM = Faults()
-ALL_FAULTS = Faults(
-    drop=0.02,
-    double=0.05,
-    late=0.03,
-    cut_every_s=20.0,
-    kill_every_s=40.0,
-    outage_every_s=90.0,
-    stall_every_s=30.0,
-    abort=0.08,
-    write_failure=0.02,
-    drift=0.005,
-    mean_write_s=0.2,
-)
-
-
-class Violation(AssertionError):  # noqa: N818 - the field's word
-    """A law was broken."""
+from kvbus.sim.faults import Faults
+from kvbus.sim.weather import Weather
 
 
 class World:
-    """Runs events in the order of their time; the only clock there is.
-
-    Attributes:
-        counts: what happened, for the summary.
-    """
+    """A :class:`~kvbus.sim.stage.Stage` that runs events in the order of their time; the only clock there is."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
-        self.seed, self.faults = seed, faults
+        self.faults = faults
         self.chance = random.Random(seed)
         self.now = 0.0
         self.counts: Counter[str] = Counter()
-        self.bus = SimBus(self)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._tie = itertools.count()
 
@@ -74,31 +33,17 @@ class World:
             do()
         self.now = max(self.now, until_s)
 
-    def every(self, mean_s: float, do: Callable[[], None]) -> None:
-        """Do it again and again, at random intervals, until :attr:`faults` are calm."""
-        if mean_s <= 0:
-            return
-
-        def again() -> None:
-            if self.faults is not CALM:
-                do()
-                self.at(self.chance.expovariate(1 / mean_s), again)
-
-        self.at(self.chance.expovariate(1 / mean_s), again)
-
 
 Handler = Callable[[Message], None]
 
 
 class SimBus:
-    """Publish/subscribe between members; at most once, any delay."""
+    """Publish/subscribe between members; at most once, any delay. A member is ``host/incarnation``."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, weather: Weather) -> None:
+        self._world, self._weather = world, weather
         self._subscribers: dict[str, list[tuple[str, Handler]]] = {}
         self._present: set[str] = set()
-        self._cut_until: dict[tuple[str, str], float] = {}
-        self._stalled_until: dict[str, float] = {}
         self._watchers: list[tuple[str, Callable[[bool], None]]] = []
         self.up = True
 
@@ -117,31 +62,15 @@ class SimBus:
         self._watchers = [entry for entry in self._watchers if entry[0] != member]
 
     def publish(self, sender: str, subject: str, message: Message) -> None:
-        world, faults, chance = self._world, self._world.faults, self._world.chance
+        world = self._world
         if not self.up:
             return
         message = decode(encode(message))  # as any receiver gets it
         world.counts["messages"] += 1
         for member, handler in self._subscribers.get(subject, ()):
-            if self._cut_until.get((_host(sender), _host(member)), 0.0) > world.now:
-                continue
-            copies = 0 if chance.random() < faults.drop else 2 if chance.random() < faults.double else 1
-            for _ in range(copies):
-                delay_s = chance.expovariate(2000.0)
-                if chance.random() < faults.late:
-                    delay_s += chance.expovariate(1.0)
-                delay_s += max(0.0, self._stalled_until.get(member, 0.0) - world.now)
+            for delay_s in self._weather.copies(_host(sender), _host(member)):
+                delay_s += world.chance.expovariate(2000.0)
                 world.at(delay_s, lambda m=member, h=handler: self._deliver(m, h, message))  # type: ignore[misc]
-
-    def cut(self, one: str, other: str, *, both: bool, for_s: float) -> None:
-        """Lose what ``one``'s host sends to ``other``'s for a while, and the other way round if ``both``."""
-        until = self._world.now + for_s
-        for pair in [(one, other), (other, one)] if both else [(one, other)]:
-            self._cut_until[pair] = until
-
-    def stall(self, member: str, for_s: float) -> None:
-        """Let nothing reach this member for a while; then everything does: a slow consumer."""
-        self._stalled_until[member] = self._world.now + for_s
 
     def restart(self, away_s: float) -> None:
         """The server goes away for a while."""
@@ -164,5 +93,4 @@ class SimBus:
 
 
 def _host(member: str) -> str:
-    """Members ``P0/rank0`` and ``P0/scheduler`` share the host ``P0``."""
     return member.partition("/")[0]

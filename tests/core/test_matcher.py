@@ -52,6 +52,7 @@ CANCEL = Cancel("t", 1, "D", 7, "d1", "aborted")
 DELIVERED = Delivered("t", 1, "D", 7, "d1")
 JOINED = SinkJoined("D", 7, 64)
 ACK = Send("D", RegistrationAck(**RANK))
+CLAIMED = Send("D", RegistrationAck(**RANK, claimed=True))
 CANCEL_ACK = Send("D", CancelAck(**RANK))
 STARTED = Send("D", TransferStarted(**RANK))
 POST = PostWrite(WriteJob("t", 1, "p1", (((0, 3),),), "D", 7, "d1", (((10, 3),),)))
@@ -92,7 +93,7 @@ def test_registration_first(matcher: Matcher) -> None:
 
 def test_completion_first(matcher: Matcher) -> None:
     assert matcher.apply(COMPLETED, 1.0) == []
-    assert matcher.apply(REGISTRATION, 3.0) == [ACK, POST, STARTED]
+    assert matcher.apply(REGISTRATION, 3.0) == [CLAIMED, POST, STARTED]
     [sent] = matcher.apply(WriteEnded("t", 1, 900), 3.5)
     assert isinstance(sent, Send)
     assert isinstance(sent.message, TransferDone)
@@ -104,7 +105,7 @@ def test_both_twice_are_joined_once(matcher: Matcher) -> None:
     assert matcher.apply(REGISTRATION, 1.1) == [ACK]
     assert matcher.apply(COMPLETED, 2.0) == [POST, STARTED]
     assert matcher.apply(COMPLETED, 2.1) == [Reject("duplicate completion")]
-    assert matcher.apply(REGISTRATION, 2.2) == [ACK]
+    assert matcher.apply(REGISTRATION, 2.2) == [CLAIMED]
     [done] = matcher.apply(WriteEnded("t", 1, 900), 3.0)
     assert matcher.apply(REGISTRATION, 3.05) == [done]
     assert matcher.apply(DELIVERED, 3.06) == [RELEASE]
@@ -204,19 +205,19 @@ def test_the_match_waits_for_the_sinks_memory() -> None:
 
 def test_a_pooled_registration_is_answered_by_the_engine_that_has_the_transfer(matcher: Matcher) -> None:
     assert matcher.apply(PooledRegistration(POOLED), 1.0) == []
-    assert matcher.apply(PROGRESS, 2.0) == [ACK]
-    assert matcher.apply(PooledRegistration(POOLED), 2.1) == [ACK]
+    assert matcher.apply(PROGRESS, 2.0) == [CLAIMED]
+    assert matcher.apply(PooledRegistration(POOLED), 2.1) == [CLAIMED]
     assert matcher.apply(COMPLETED, 3.0) == [], "two engines may have it: D binds one by registering with it"
-    assert matcher.apply(REGISTRATION, 3.1) == [ACK, POST, STARTED]
-    assert matcher.apply(PooledRegistration(POOLED), 3.2) == [ACK]
+    assert matcher.apply(REGISTRATION, 3.1) == [CLAIMED, POST, STARTED]
+    assert matcher.apply(PooledRegistration(POOLED), 3.2) == [CLAIMED]
 
 
 def test_a_registration_for_another_incarnation_of_this_engine_is_not_ours(matcher: Matcher) -> None:
     """It was sent before a restart and arrives after: what was cancelled since is forgotten."""
     matcher.apply(COMPLETED, 1.0)
     assert matcher.apply(replace(POOLED, source_incarnation=4), 2.0) == [Reject("for another incarnation")]
-    assert matcher.apply(POOLED, 3.0) == [ACK], "D does not know the incarnation yet: the acknowledgement says it"
-    assert matcher.apply(REGISTRATION, 4.0) == [ACK, POST, STARTED]
+    assert matcher.apply(POOLED, 3.0) == [CLAIMED], "D does not know the incarnation yet: the acknowledgement says it"
+    assert matcher.apply(REGISTRATION, 4.0) == [CLAIMED, POST, STARTED]
 
 
 def test_a_newer_epoch_forgets_older_registrations(matcher: Matcher) -> None:
@@ -237,8 +238,8 @@ def test_a_newer_epoch_forgets_older_registrations(matcher: Matcher) -> None:
 def test_a_pooled_registration_after_the_completion(matcher: Matcher) -> None:
     assert matcher.apply(PROGRESS, 1.0) == []
     assert matcher.apply(COMPLETED, 2.0) == []
-    assert matcher.apply(PooledRegistration(POOLED), 3.0) == [ACK]
-    assert matcher.apply(REGISTRATION, 3.1) == [ACK, POST, STARTED]
+    assert matcher.apply(PooledRegistration(POOLED), 3.0) == [CLAIMED]
+    assert matcher.apply(REGISTRATION, 3.1) == [CLAIMED, POST, STARTED]
 
 
 def test_a_pooled_registration_of_others_is_dropped(matcher: Matcher) -> None:
@@ -306,7 +307,7 @@ def test_cancel_of_one_attempt_keeps_the_completion_for_the_next(matcher: Matche
     assert matcher.apply(replace(CANCEL, release=False), 2.0) == [CANCEL_ACK]
     assert matcher.apply(REGISTRATION, 2.5) == [refusal("superseded by another attempt")], "F4: never after the answer"
     assert matcher.apply(replace(REGISTRATION, attempt=2), 3.0)[0] == Send(
-        "D", RegistrationAck(**{**RANK, "attempt": 2})
+        "D", RegistrationAck(**{**RANK, "attempt": 2, "claimed": True})
     )
 
 
@@ -440,7 +441,7 @@ class TestWriteLease:
     def test_the_registration_brings_the_first_echo(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
         matcher.apply(COMPLETED, 0.2)
-        assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 0.3) == [ACK, POST, STARTED]
+        assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 0.3) == [CLAIMED, POST, STARTED]
 
     def test_it_ends_after_the_pulse_was_sent_not_after_the_echo_came(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
@@ -477,7 +478,7 @@ def test_the_lease_is_renewed_while_decode_wants_it(matcher: Matcher) -> None:
     for second in range(10, 100, 10):
         assert matcher.apply(wanted, float(second)) == []
         assert matcher.tick(second + 9.0) == []
-    assert matcher.apply(REGISTRATION, 100.0) == [ACK, POST, STARTED]
+    assert matcher.apply(REGISTRATION, 100.0) == [CLAIMED, POST, STARTED]
     assert matcher.apply(wanted, 101.0) == [Reject("nothing to keep")], "the WRITE has no lease to renew"
 
 

@@ -89,6 +89,29 @@ def test_sent_again_until_every_rank_has_acknowledged() -> None:
     assert registrar.tick(5.0) == []
 
 
+def test_word_of_a_failure_that_was_lost_is_asked_for_again() -> None:
+    """Without it the request would wait for as long as the prefill engine lives, up to the transfer timeout."""
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank()), 0.1)
+    registrar.apply(PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96), 0.2)
+    assert registrar.next_deadline() == 5.1
+    registrar.apply(BEAT, 5.0)
+    assert registrar.tick(5.1) == [PUBLISH]
+    assert registrar.apply(RegistrationAck(**rank()), 5.2) == []
+    assert registrar.tick(10.1) == [PUBLISH], "again and again, at the same interval"
+    assert registrar.apply(TransferFailed(**rank(), reason="block lease expired"), 10.2) == [
+        Abandon("d1", "block lease expired"),
+        cancel("block lease expired"),
+    ]
+
+
+def test_what_is_held_but_never_seen_is_not_kept_alive_by_acknowledgements() -> None:
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank()), 0.1)
+    assert registrar.next_deadline() == 60.1
+    assert registrar.tick(60.1) == [cancel("the prefill engine never saw the request")]
+
+
 def test_a_pooled_registration_goes_to_whoever_claimed_it() -> None:
     """Once, at once: only a registration sent to the engine itself lets it write."""
     registrar = new(hint="")
@@ -186,8 +209,19 @@ def test_a_living_prefill_engine_that_knows_the_request_may_take_its_time() -> N
     registrar.apply(PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96), 0.2)
     for second in range(1, 300):
         assert registrar.apply(BEAT, float(second)) == []
-        assert registrar.tick(float(second)) == []
+        assert registrar.tick(float(second)) in ([], [PUBLISH])
     assert registrar.tick(299.0 + 60.0) == [cancel("no sign of life from the prefill engine")]
+
+
+def test_a_request_that_was_claimed_before_it_was_registered_may_take_its_time() -> None:
+    """L5: progress is told when the request arrives; decode may have had no blocks for it yet."""
+    registrar = new()
+    progress = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
+    assert Registrar().apply(progress, 0.0) == [Reject("unknown transfer")]
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 0.1)
+    for second in range(1, 300):
+        registrar.apply(BEAT, float(second))
+        assert registrar.tick(float(second)) in ([], [PUBLISH])
 
 
 def test_a_living_prefill_engine_that_never_saw_the_request_is_not_waited_for() -> None:
@@ -207,7 +241,8 @@ def test_nothing_waits_longer_than_the_transfer_timeout() -> None:
     for second in range(1, 601):
         registrar.apply(BEAT, float(second))
         effects += registrar.tick(float(second))
-    assert effects == [cancel("no sign of life from the prefill engine")]
+    assert effects[:-1] == [PUBLISH] * (len(effects) - 1)
+    assert effects[-1:] == [cancel("no sign of life from the prefill engine")]
 
 
 def test_a_prefill_engine_that_left_is_not_waited_for() -> None:

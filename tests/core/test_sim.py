@@ -9,8 +9,9 @@ import pytest
 from kvbus.arrivals import Arrivals, Arrived
 from kvbus.lease import SinkLease, SourceLease
 from kvbus.matcher import Matcher
+from kvbus.sim.faults import KINDS, faults_of
 from kvbus.sim.life import Life
-from kvbus.sim.run import KINDS, LawBrokenError, faults_of, run_lives
+from kvbus.sim.run import LawBrokenError, run_lives
 
 
 @pytest.fixture(autouse=True)
@@ -20,11 +21,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_no_law_is_broken(kind: str) -> None:
-    account = run_lives(1, 400, kind, lambda _: None)
-    assert account.transfers == 400
+    account = run_lives(1, 600, kind, lambda _: None)
+    assert account.transfers == 600
     ends = ("pushed", "recomputed", "computed locally", "aborted", "lost with its decode engine")
-    assert sum(account.counts[end] for end in ends) == 400
-    assert account.counts["pushed"] > 200
+    assert sum(account.counts[end] for end in ends) == 600
+    assert account.counts["pushed"] > 300
 
 
 def test_without_faults_everything_is_pushed() -> None:

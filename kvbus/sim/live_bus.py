@@ -1,0 +1,197 @@
+"""Real buses in bad weather, and the servers between them that are killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvbus.bus import Bus, Callback, Handler, NatsBus, Watcher
+from kvbus.errors import BusUnavailableError
+from kvbus.local.nats_server import NatsServer
+from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.metrics import Counters
+from kvbus.sim.live_stage import LiveStage
+from kvbus.sim.weather import EVERYBODY, Weather
+
+CHECK_SERVER_S = 1.0
+_ENVELOPE_BYTES = 64
+
+
+class FaultyBus:
+    """A :class:`~kvbus.bus.Bus` around another. Each payload carries its sender's host, so that receivers know it.
+
+    Args:
+        host: the engine that this connection belongs to.
+    """
+
+    def __init__(self, inner: Bus, host: str, weather: Weather, stage: LiveStage) -> None:
+        self._inner, self._host, self._weather, self._stage = inner, host, weather, stage
+        self._cut_off = False
+
+    @property
+    def connected(self) -> bool:
+        return self._inner.connected
+
+    @property
+    def max_payload(self) -> int:
+        return self._inner.max_payload - _ENVELOPE_BYTES
+
+    @property
+    def counters(self) -> Counters:
+        return self._inner.counters
+
+    @property
+    def local_host(self) -> str:
+        return self._inner.local_host
+
+    def cut_off(self) -> None:
+        """Lose everything from and to this client from now on, without telling it: as if its process were killed."""
+        self._cut_off = True
+
+    def publish(self, subject: str, payload: bytes) -> bool:
+        if self._cut_off:
+            return False
+        self._stage.counts["messages"] += 1
+        return self._inner.publish(subject, self._seal(payload))
+
+    async def subscribe(self, subject: str, callback: Callback) -> None:
+        def on_payload(actual_subject: str, sealed: bytes) -> None:
+            sender, payload = _unseal(sealed)
+            for delay_s in self._weather.copies(sender, self._host):
+                self._deliver(delay_s, lambda: callback(actual_subject, payload))
+
+        await self._inner.subscribe(subject, on_payload)
+
+    async def serve(self, subject: str, handler: Handler) -> None:
+        def on_request(actual_subject: str, sealed: bytes) -> bytes | None:
+            sender, payload = _unseal(sealed)
+            if self._cut_off or not self._weather.copies(sender, self._host):
+                return None
+            answer = handler(actual_subject, payload)
+            return self._seal(answer) if answer is not None else None
+
+        await self._inner.serve(subject, on_request)
+
+    async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
+        sender, answer = _unseal(await self._inner.request(subject, self._seal(payload), timeout_s))
+        delays_s = self._weather.copies(sender, self._host)
+        if not delays_s or delays_s[0] > timeout_s:
+            raise BusUnavailableError(f"no answer on {subject}: lost")
+        await asyncio.sleep(delays_s[0])
+        return answer
+
+    def watch(self, watcher: Watcher) -> None:
+        self._inner.watch(watcher)
+
+    async def __aenter__(self) -> Self:
+        await self._inner.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        await self._inner.__aexit__(kind, error, tb)
+
+    def _deliver(self, delay_s: float, call: Callable[[], None]) -> None:
+        def unless_cut_off() -> None:
+            if not self._cut_off:
+                call()
+
+        if delay_s > 0:
+            self._stage.at(delay_s, unless_cut_off)
+        else:
+            self._stage.guard(unless_cut_off)
+
+    def _seal(self, payload: bytes) -> bytes:
+        return self._host.encode() + b"\0" + payload
+
+
+def _unseal(sealed: bytes) -> tuple[str, bytes]:
+    sender, _, payload = sealed.partition(b"\0")
+    return sender.decode(), payload
+
+
+class Server(Protocol):
+    """What is between the buses of one life."""
+
+    def make_bus(self, name: str) -> Bus: ...
+
+    def outage(self, away_s: float) -> None:
+        """Go away for so many seconds."""
+        ...
+
+    def freeze(self, for_s: float) -> None:
+        """Stand still for so many seconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MemoryServer:
+    """A broker in memory."""
+
+    def __init__(self, stage: LiveStage, weather: Weather) -> None:
+        self._stage, self._weather = stage, weather
+        self._broker = MemoryBroker()
+
+    def make_bus(self, name: str) -> Bus:
+        return MemoryBus(self._broker)
+
+    def outage(self, away_s: float) -> None:
+        if self._broker.up:
+            away = contextlib.ExitStack()
+            away.enter_context(self._broker.down())
+            self._stage.at(away_s, away.close)
+
+    def freeze(self, for_s: float) -> None:
+        self._weather.stall(EVERYBODY, for_s)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+class RealServer:
+    """A nats-server of our own, always at the same port.
+
+    Start it in a thread that lives as long as it shall: see :mod:`kvbus.local.child`.
+    """
+
+    def __init__(self, stage: LiveStage, logs: Path) -> None:
+        self._stage, self._logs = stage, logs
+        self._server = NatsServer(logs)
+        self._starts = 0
+        self._away = False
+
+    def make_bus(self, name: str) -> Bus:
+        return NatsBus([self._server.url], name)
+
+    def outage(self, away_s: float) -> None:
+        if not self._away:
+            self._away = True
+            self.close()
+            self._stage.at(away_s, self._come_back)
+
+    def freeze(self, for_s: float) -> None:
+        child = self._server.child
+        child.signal(signal.SIGSTOP)
+        self._stage.at(for_s, lambda: child.signal(signal.SIGCONT) if child.alive else None)
+
+    def close(self) -> None:
+        self._server.child.signal(signal.SIGKILL)  # a frozen one hears nothing else
+        self._server.stop()
+
+    def _come_back(self) -> None:
+        self._away = False
+        self._starts += 1
+        self._server = NatsServer(self._logs, port=self._server.port, name=f"nats-server-{self._starts}")
+        self._stage.at(CHECK_SERVER_S, self._check)
+
+    def _check(self) -> None:
+        """Somebody may have taken the port meanwhile, for a moment."""
+        if not self._away and not self._server.child.alive:
+            self._come_back()

@@ -1,0 +1,91 @@
+"""A rank on a memory transport, driven by hand: time is a number."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvbus.matcher import Matcher
+from kvbus.memory_transport import Fabric, MemoryTransport
+from kvbus.messages import LeaseEcho, Message, PrefillCompleted, Pulse, Registration, TransferFailed
+from kvbus.metrics import Counters
+from kvbus.rank import AddPeer, Rank
+from kvbus.tracing import Recorder
+
+MAX_WRITE_S = 2.0
+
+
+@dataclass
+class Driven:
+    """A prefill rank that has posted a WRITE into D, which does not end by itself."""
+
+    now: float = 0.0
+    said: list[Message] = field(default_factory=list)
+    introduced: list[str] = field(default_factory=list)
+    counters: Counters = field(default_factory=Counters)
+
+    def __post_init__(self) -> None:
+        fabric = Fabric()
+        fabric.slow = True
+        sink = MemoryTransport(fabric, "D")
+        self.rank = Rank(
+            matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
+            transport=MemoryTransport(fabric, "P"),
+            rank=0,
+            ranks=1,
+            publish=lambda _, message: self.said.append(message),
+            introduce=self.introduced.append,
+            clock=lambda: self.now,
+            counters=self.counters,
+            recorder=Recorder("test"),
+            pulse_interval_s=0.5,
+            max_write_s=MAX_WRITE_S,
+        )
+        self.metadata = {0: sink.metadata}
+        self.rank.poll()
+        pulse = next(message for message in self.said if isinstance(message, Pulse))
+        self.rank.handle(AddPeer("D", 7, 1, self.metadata))
+        self.rank.handle(Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96, source_incarnation=5))
+        self.rank.handle(LeaseEcho("D", 7, (("P", 5, 0, pulse.number),)))
+        self.rank.handle(PrefillCompleted("t", "P", 5, "p1", (((1, 3),),), 96))
+        assert self.rank.writing == 1
+
+    @property
+    def failures(self) -> list[str]:
+        return [message.reason for message in self.said if isinstance(message, TransferFailed)]
+
+
+@pytest.fixture
+def driven(caplog: pytest.LogCaptureFixture) -> Driven:
+    caplog.set_level(logging.CRITICAL, "kvbus")
+    return Driven()
+
+
+def test_a_write_that_runs_too_long_is_disconnected_and_its_peer_met_anew(driven: Driven) -> None:
+    """F3."""
+    driven.now = MAX_WRITE_S
+    driven.rank.poll()
+    assert (driven.rank.writing, driven.introduced) == (1, [])
+    driven.now = MAX_WRITE_S + 0.01
+    driven.rank.poll()
+    assert driven.failures == ["disconnected"]
+    assert driven.introduced == ["D"]
+    assert driven.rank.report().released == (), "another decode engine may take over"
+    driven.now += 31
+    driven.rank.poll()
+    assert driven.rank.report().released == ("p1",)
+    assert driven.counters["writes_overdue"] == 1
+
+
+@pytest.mark.parametrize("incarnation", [7, 8])
+def test_a_peer_that_is_met_again_meanwhile_is_disconnected_all_the_same(driven: Driven, incarnation: int) -> None:
+    """F3: the decode engine counts on it, whatever else becomes of the two."""
+    driven.now = 1.0
+    driven.rank.handle(AddPeer("D", incarnation, 1, driven.metadata))
+    driven.now = MAX_WRITE_S + 0.01
+    driven.rank.poll()
+    assert driven.failures == ["disconnected"]
+    assert driven.introduced == ["D"]
+    assert driven.rank.writing == 0

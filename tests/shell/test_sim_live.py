@@ -1,0 +1,58 @@
+"""The chaos harness in real time, over the bus in memory: real shells hold, and a broken one is found."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from kvbus.errors import ConfigError
+from kvbus.lease import SinkLease
+from kvbus.sim.faults import ALL_FAULTS, CALM, KINDS
+from kvbus.sim.live import live_once
+from kvbus.sim.run import LawBrokenError, run_lives
+from kvbus.sink import SinkScheduler
+
+ENDS = ("pushed", "recomputed", "computed locally", "aborted", "lost with its decode engine")
+STORM = replace(
+    ALL_FAULTS, cut_every_s=10.0, kill_every_s=10.0, outage_every_s=12.0, freeze_every_s=12.0, stall_every_s=8.0
+)
+
+
+def test_without_faults_everything_is_pushed() -> None:
+    told: list[int] = []
+    assert live_once(4, CALM, "memory", 30, told.append).counts["pushed"] == 30
+    assert told[-1] == 30
+
+
+def test_no_law_is_broken_in_a_storm() -> None:
+    threads = threading.active_count()
+    account = live_once(20, STORM, "memory", 60)  # a seed whose script has something of everything
+    counts = account.counts
+    assert sum(counts[end] for end in ENDS) == account.transfers == 60
+    assert counts["pushed"] > 12
+    happened = ("kills", "restarts", "partitions", "outages", "freezes", "stalls")
+    happened += ("messages dropped", "messages doubled", "messages late", "messages held up")
+    assert all(counts[each] for each in happened), counts
+    assert threading.active_count() == threads
+
+
+def test_blocks_that_go_back_without_waiting_for_anybody_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1."""
+    faults = replace(CALM, abort=0.6, cut_every_s=3.0, mean_write_s=1.9)  # nearly every such life shows it in seconds
+    monkeypatch.setitem(KINDS, "abort", faults)
+    monkeypatch.setattr(SinkLease, "safe_at", lambda *_: float("-inf"))
+    with pytest.raises(LawBrokenError, match=r"landed in block .* try more than once: kvbus sim --bus memory --seed"):
+        run_lives(14, 1400, "abort", lambda _: None, "memory")
+
+
+def test_a_shell_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SinkScheduler, "_hear_heartbeat", lambda self, heartbeat: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        live_once(1, CALM, "memory", 10)
+
+
+def test_an_unknown_bus_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--bus='carrier'; allowed: virtual, memory, nats"):
+        run_lives(1, 10, "none", lambda _: None, "carrier")
