@@ -17,6 +17,7 @@ class Faults:
         stall_every_s: nothing reaches an engine for a while, then everything does: a slow consumer.
         stuck: a WRITE never ends by itself.
         junk: a decode engine registers blocks that it does not have.
+        rebind: the router gives a request to another prefill engine, or anew to the same, though the first one lives.
     """
 
     drop: float = 0.0
@@ -31,6 +32,7 @@ class Faults:
     write_failure: float = 0.0
     stuck: float = 0.0
     junk: float = 0.0
+    rebind: float = 0.0
     drift: float = 0.0
     mean_write_s: float = 0.05
 
@@ -49,6 +51,7 @@ ALL_FAULTS = Faults(
     write_failure=0.02,
     stuck=0.01,
     junk=0.01,
+    rebind=0.05,
     drift=0.005,
     mean_write_s=0.2,
 )
@@ -60,6 +63,8 @@ KINDS = {
     ),
     "partition": replace(CALM, cut_every_s=5.0, mean_write_s=0.5),
     "kill": replace(CALM, kill_every_s=10.0, mean_write_s=1.5),
+    "restart": replace(CALM, kill_every_s=4.0, late=0.3, double=0.3, mean_write_s=0.5),
+    "rebind": replace(CALM, rebind=0.5, late=0.1, double=0.3, write_failure=0.2),
     "abort": replace(CALM, abort=0.4, mean_write_s=0.5),
 }
 

@@ -179,6 +179,8 @@ class Play:
             ticket.hint, ticket.source, ticket.sink = source if hinted else "", source, sink
             self.stage.at(prefill_s, lambda: self.engines[source].take(ticket))
             self.stage.at(decode_s, lambda: self.engines[sink].take(ticket))
+            if self._router.random() < self.stage.faults.rebind:
+                self.stage.at(self._notice_s(), lambda: self._replace_source(ticket))
 
         self.stage.at(pace.lead_s + chance.random() * self.busy_s, arrive)
 
@@ -206,15 +208,17 @@ class Play:
         return True
 
     def _replace_source(self, ticket: Ticket) -> None:
-        """Its prefill engine died before it was done: another one computes it, and decode is told so."""
+        """Another prefill engine computes it (or the same has it still), and decode is told so."""
         self.stage.counts["prefill engines replaced"] += 1
         attempt = ticket.attempt + 1
 
         def send() -> None:
             if ticket.ended or attempt <= ticket.attempt:
                 return
-            ticket.source = self._alive(ticket.source, self._prefills)
-            self.engines[ticket.source].take(ticket)
+            source = self._alive(self._router.choice(self._prefills), self._prefills)
+            if source != ticket.source or not self.engines[source].alive:
+                self.engines[source].take(ticket)
+            ticket.source = source
             self.engines[ticket.sink].played.rebind(ticket, attempt, ticket.source)
 
         self.stage.at(self._notice_s(), send)

@@ -79,7 +79,7 @@ class SimPlane:
     """``kvbus.transport.Transport`` of one rank."""
 
     def __init__(self, stage: Stage, pace: Pace, fabric: Fabric, engine: str, rank: int) -> None:
-        self._stage, self._pace, self._fabric, self._rank = stage, pace, fabric, rank
+        self._stage, self._pace, self._fabric, self._engine, self._rank = stage, pace, fabric, engine, rank
         self._peers: dict[str, Arena] = {}
         self._ended: list[WriteEnded] = []
         self._stuck: list[WriteJob] = []
@@ -117,7 +117,8 @@ class SimPlane:
         # The rank that posted it disconnects before this; a dead one's last WRITE is over by then, too.
         takes_s = min(takes_s, 0.98 * self._pace.max_write_s)
         target = self._fabric.ranks.get((job.sink_engine, self._rank))
-        self._fabric.land_after(takes_s, lambda: self._land(job, notification, arena, target))
+        source = self._fabric.arenas.get(self._engine)
+        self._fabric.land_after(takes_s, lambda: self._land(job, notification, source, arena, target))
 
     def poll(self) -> list[WriteEnded]:
         self._fabric.settle()
@@ -132,7 +133,13 @@ class SimPlane:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def _land(self, job: WriteJob, notification: str, arena: Arena, target: SimPlane | None) -> None:
+    def _land(
+        self, job: WriteJob, notification: str, source: Arena | None, arena: Arena, target: SimPlane | None
+    ) -> None:
+        if source is not None and self._fabric.arenas.get(self._engine) is source:
+            for block in (each for group in blocks.from_runs(job.source_blocks) for each in group):
+                if source.owner.get(block) != job.source_request:
+                    raise Violation(f"a WRITE for {job.source_request} read block {block} of {source.owner.get(block)}")
         if self._fabric.arenas.get(job.sink_engine) is arena:
             for group in blocks.from_runs(job.sink_blocks):
                 for block in group:

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 
+from kvbus import matcher
 from kvbus.arrivals import Arrivals, Arrived
 from kvbus.lease import SinkLease, SourceLease
 from kvbus.matcher import Matcher
+from kvbus.matching import PostWrite, ReleaseBlocks
 from kvbus.sim.faults import KINDS, faults_of
 from kvbus.sim.life import Life
 from kvbus.sim.run import LawBrokenError, run_lives
+from kvbus.sinks import Sinks
 
 
 @pytest.fixture(autouse=True)
@@ -42,40 +45,55 @@ def renew_only(self: Any, heard: Any) -> bool:
     return True
 
 
-def always(_: Any, *__: Any, **___: Any) -> Any:
-    return float("inf")
+def forget_attempts(self: Any, registration: Any, now: float, *, direct: bool) -> Any:
+    if (transfer := self._transfers.get(registration.transfer_id)) is not None:
+        transfer.lowest_attempt = 0
+    return REGISTER(self, registration, now, direct=direct)
 
 
-MUTATIONS: dict[str, tuple[Any, str, Any, str]] = {
-    "F1: blocks go back without waiting for anybody": (SinkLease, "safe_at", lambda *_: float("-inf"), "kill"),
-    "F3: posted without a lease": (SourceLease, "until", always, "partition"),
-    "F3: the lease begins when the echo comes": (
-        SourceLease,
-        "echoed",
-        lambda self, sink, incarnation, number: self._until.__setitem__(
-            (sink, incarnation), self._sent_at[self._number] + 5
-        ),
-        "partition",
+def release_at_once(self: Any, key: str, transfer: Any, now: float) -> Any:
+    effects = MATCH(self, key, transfer, now)
+    posted = [ReleaseBlocks(effect.job.source_request) for effect in effects if isinstance(effect, PostWrite)]
+    return effects + posted
+
+
+REGISTER, MATCH = Matcher._register, Matcher._match
+
+
+def begin_with_the_echo(self: Any, sink: str, incarnation: int, number: int) -> None:
+    self._until[sink, incarnation] = self._sent_at[self._number] + 5
+
+
+LIMIT = 20_000  # each is found long before
+Patch = tuple[Any, str, Any]
+MUTATIONS: dict[str, tuple[str, list[Patch]]] = {
+    "F1: blocks go back without waiting for anybody": ("kill", [(SinkLease, "safe_at", lambda *_: float("-inf"))]),
+    "F2: an attempt that is over may be written": ("rebind", [(Matcher, "_register", forget_attempts)]),
+    "F2: an older incarnation of the sink is written": (
+        "restart",
+        [(Sinks, "get", lambda self, engine, _: self._joined.get(engine)), (Sinks, "is_stale", lambda *_: False)],
     ),
-    "F2: what an older epoch registered is not forgotten": (Matcher, "_hear", renew_only, "partition"),
-    "F5: a late notification is reported again": (
-        Arrivals,
-        "land",
-        lambda self, landed: [Arrived(landed.request_id, ok=True)],
-        "all",
-    ),
+    "F2: what an older epoch registered is not forgotten": ("partition", [(Matcher, "_hear", renew_only)]),
+    "F2: source blocks go back under the WRITE": ("none", [(Matcher, "_match", release_at_once)]),
+    "F3: posted without a lease": ("partition", [(SourceLease, "until", lambda *_: float("inf"))]),
+    "F3: the lease begins when the echo comes": ("partition", [(SourceLease, "echoed", begin_with_the_echo)]),
     "F4: a cancel is acknowledged under a WRITE": (
-        Matcher,
-        "_cancel",
-        lambda self, cancel, now, direct: [self._cancel_ack(cancel)],
         "abort",
+        [(Matcher, "_cancel", lambda self, cancel, now, direct: [self._cancel_ack(cancel)])],
     ),
+    "F5: a late notification is reported again": (
+        "all",
+        [(Arrivals, "land", lambda self, landed: [Arrived(landed.request_id, ok=True)])],
+    ),
+    "F6: block ids are not checked": ("all", [(matcher, "_mismatch", lambda *_: "")]),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_fence_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name, broken, kind = MUTATIONS[mutation]
-    monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(LawBrokenError, match="see it again with: kvbus sim --seed"):
-        run_lives(1, 6000, kind, lambda _: None)
+    kind, patches = MUTATIONS[mutation]
+    for owner, name, broken in patches:
+        monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(LawBrokenError, match="see it again with: kvbus sim --seed") as caught:
+        run_lives(1, LIMIT, kind, lambda _: None)
+    print(f"{mutation} -> {caught.value}")
