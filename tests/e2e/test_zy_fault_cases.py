@@ -25,7 +25,7 @@ from support.hurt import Hurt, Orders
 from support.waiting import eventually
 
 from kvbus.lease import WRITE_LEASE_S, term_s
-from kvbus.local.cluster import Cluster
+from kvbus.local.cluster import Cluster, is_healthy
 from kvbus.messages import (
     CancelAck,
     Message,
@@ -442,11 +442,13 @@ async def test_a_frozen_decode_engine_serves_again(pair: Cluster, hurt: Hurt, me
     await eventually(lambda: hurt.notes("held", registered.transfer_id))
     with frozen(*pids(pair, D)):
         stopped_at = time.monotonic()
+        await eventually(lambda: hurt.notes("posted", registered.transfer_id) and free(pair, P) < POOL - 1)
         took_s = await until_free(pair, P, DEAD_AFTER_S + MAX_WRITE_S + BLOCK_LEASE_S + 5)
         hurt.order(Orders())
         while time.monotonic() - stopped_at < BLOCK_LEASE_S + 4:
             await asyncio.sleep(0.1)
-    print(f"L3: P free {took_s:.1f} s after D was stopped; the lease is {BLOCK_LEASE_S} s")
+    assert met.all(TransferFailed, transfer_id=registered.transfer_id)
+    print(f"L3: P free {took_s:.1f} s after a WRITE was posted into a stopped D; the lease is {BLOCK_LEASE_S} s")
     assert [got.tokens for got in await asking] == expected
     await all_free(pair)
     await came_over(pair, reference, seed=63)
@@ -470,6 +472,8 @@ async def test_what_was_posted_into_a_frozen_decode_engine_lands_in_nobodys_bloc
         await drop(asking)
         again = asyncio.create_task(complete(url(pair, D), second, 250))
         await eventually(lambda: D not in pair.observer.engines)
+    await eventually(lambda: is_healthy(pair.port))
+    assert not again.done()
     pushed = await complete(pair.url, third, 250)
     assert [(await again).tokens, pushed.tokens] == expected, "written over"
     await all_free(pair)
