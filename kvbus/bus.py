@@ -31,6 +31,7 @@ PING_INTERVAL_S = 1.0
 PING_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 1.0
+LAST_WORDS_S = 1.0
 MAX_OUTBOX = 1 << 16
 DEFAULT_MAX_PAYLOAD_BYTES = 1 << 20
 
@@ -187,12 +188,17 @@ class NatsBus:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
     ) -> None:
+        tasks = list(self._tasks)
         if self._client is not None and self._outbox:
-            with contextlib.suppress(nats.errors.Error, OSError, asyncio.TimeoutError):
-                await asyncio.wait_for(self._drain(self._client), 1.0)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+            tasks.append(asyncio.create_task(self._drain(self._client), name=f"{self._name}-last-words"))
+            await asyncio.wait(tasks[-1:], timeout=LAST_WORDS_S)
+        self._outbox.clear()
+        # nats-py's publish, while it is blocked, takes a cancel for its end and returns: cancel until all have ended.
+        while pending := [task for task in tasks if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.1)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _add(self, subject: str, callback: Callback | None, handler: Handler | None) -> None:
         self._subscriptions.append((subject, callback, handler))

@@ -25,6 +25,8 @@ from kvbus.errors import MessageError
 
 WIRE_VERSION = 1
 
+FIRST_ATTEMPT = 1
+
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_TEXT_CHARS = 512
 MAX_BINARY_BYTES = 4 << 20

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kvbus import blocks as block_runs
 from kvbus.errors import PayloadTooLargeError
-from kvbus.messages import Cancel, Heartbeat, Rebind, Registration, Wanted
+from kvbus.messages import FIRST_ATTEMPT, Cancel, Heartbeat, Rebind, Registration, Wanted
 from kvbus.metrics import Counters, OncePer
 from kvbus.sink import SinkScheduler
 from kvbus.subjects import is_token
@@ -27,7 +27,6 @@ from .step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-FIRST_ATTEMPT = 1
 MAX_TAKEOVER_S = 30.0
 
 

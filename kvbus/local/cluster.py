@@ -118,6 +118,8 @@ class Cluster:
         port: of the router on 127.0.0.1; 0 takes a free one.
         arguments: further arguments of every engine; ``prefill_arguments`` and ``decode_arguments`` of one kind.
         extra: added to every engine's ``kv_connector_extra_config``.
+        transfer: added to every engine's ``--kv-transfer-config``.
+        environment: added to every engine's environment.
         say: told what is going on.
     """
 
@@ -134,12 +136,15 @@ class Cluster:
         prefill_arguments: Sequence[str] = (),
         decode_arguments: Sequence[str] = (),
         extra: dict[str, Any] | None = None,
+        transfer: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
         say: Say = lambda _: None,
     ) -> None:
         self.model, self.logs, self.say = check_model_dir(model), logs, say
         self.served_name = model.name
         self._counts = {"prefill": prefill, "decode": decode}
         self._nats_url, self._port, self._extra = nats_url, port, extra or {}
+        self._transfer, self._environment = transfer or {}, environment or {}
         self._arguments = {
             "prefill": [*arguments, *prefill_arguments],
             "decode": [*arguments, *decode_arguments],
@@ -187,8 +192,10 @@ class Cluster:
             "engine_id": name,
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": {"nats_url": self.nats_url, **self._extra},
+            **self._transfer,
         }
-        engine = Engine(EngineSpec(name, self.model, self.served_name, transfer, self._arguments[kind]), self.logs)
+        spec = EngineSpec(name, self.model, self.served_name, transfer, self._arguments[kind], self._environment)
+        engine = Engine(spec, self.logs)
         self._children.append(engine.child)
         self.engines[name] = engine
         return engine

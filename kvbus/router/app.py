@@ -22,10 +22,10 @@ from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
 from kvbus.membership import Membership
-from kvbus.messages import Heartbeat
+from kvbus.messages import FIRST_ATTEMPT, Cancel, Heartbeat
 from kvbus.node import Node
 from kvbus.router.choose import Pair, choose, choose_decode
-from kvbus.router.legs import decode_leg, new_transfer_id, prefill_leg, traceparent_for
+from kvbus.router.legs import decode_leg, new_transfer_id, prefill_leg, traceparent_for, transfers_of
 from kvbus.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -161,9 +161,12 @@ class Router:
             self._prefill(pair, request.path, prefill_leg(body, transfer_id, traceparent), headers),
             name=f"prefill-{transfer_id}",
         )
+        served = False
         try:
             leg = decode_leg(body, transfer_id, traceparent, pair.prefill.engine)
-            return await self._decode(request, pair.decode, leg, headers, prefill, marks)
+            response = await self._decode(request, pair.decode, leg, headers, prefill, marks)
+            served = response.status < 400
+            return response
         except PrefillRefusedError as refused:
             return web.Response(
                 status=refused.status, body=refused.body, content_type=refused.content_type, headers=marks
@@ -171,9 +174,21 @@ class Router:
         except aiohttp.ClientError as failure:
             return error(502, f"decode engine {pair.decode.engine}: {failure}", "bad_gateway")
         finally:
+            if not served:
+                self._release(pair, transfers_of(body, transfer_id))
             if not prefill.done():
                 prefill.cancel()
             await asyncio.gather(prefill, return_exceptions=True)
+
+    def _release(self, pair: Pair, transfer_ids: list[str]) -> None:
+        """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its
+        connector heard of the request. What the decode engine itself says of it is not disturbed."""
+        subject, sink = self._node.subjects.cancels(pair.prefill.engine), pair.decode
+        for each in transfer_ids:
+            cancel = Cancel(
+                each, FIRST_ATTEMPT, sink.engine, sink.incarnation, each, "decode did not serve the request"
+            )
+            self._node.publish(subject, cancel)
 
     async def _prefill(self, pair: Pair, path: str, leg: dict[str, Any], headers: Mapping[str, str]) -> None:
         engine = pair.prefill

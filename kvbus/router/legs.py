@@ -8,11 +8,26 @@ from typing import Any
 
 from kvbus.tracing import parse_traceparent
 
+MAX_TRANSFERS = 256
+
 Body = dict[str, Any]
 
 
 def new_transfer_id() -> str:
     return secrets.token_hex(16)
+
+
+def transfers_of(body: Mapping[str, Any], transfer_id: str) -> list[str]:
+    """What the engines call the transfers of one request: one for each sample of each prompt."""
+    samples, prompt = body.get("n"), body.get("prompt")
+    several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    prompts = len(prompt) if isinstance(prompt, list) and several else 1
+    names = [
+        f"{transfer_id}#{sample}.{number}" if sample or number else transfer_id
+        for sample in range(samples if isinstance(samples, int) and 0 < samples <= MAX_TRANSFERS else 1)
+        for number in range(min(prompts, MAX_TRANSFERS))
+    ]
+    return names[:MAX_TRANSFERS]
 
 
 def traceparent_for(given: str | None) -> str:

@@ -11,6 +11,7 @@ from kvbus_connector.compat import VllmMismatchError, check_internals, check_ver
 from kvbus_connector.identity import TransferName, listening_address, name_transfer
 
 from kvbus.errors import ConfigError
+from kvbus.router.legs import transfers_of
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,22 @@ from kvbus.errors import ConfigError
 )
 def test_both_engines_call_a_request_the_same(request_id: str, given: str | None, name: TransferName) -> None:
     assert name_transfer(request_id, {"transfer_id": given}) == name
+
+
+@pytest.mark.parametrize(
+    ("body", "request_ids"),
+    [
+        ({"prompt": "a"}, ["cmpl-t-0-0123abcd"]),
+        ({"prompt": [5, 6]}, ["cmpl-t-0-0123abcd"]),
+        ({"prompt": [[5], [6]]}, ["cmpl-t-0-0123abcd", "cmpl-t-1-0123abcd"]),
+        ({"messages": [], "n": 2}, ["0_chatcmpl-t-0123abcd", "1_chatcmpl-t-0123abcd"]),
+        ({"prompt": ["a", "b"], "n": 2}, [f"{s}_cmpl-t-{p}-0123abcd" for s in (0, 1) for p in (0, 1)]),
+        ({"prompt": [], "n": "two"}, ["cmpl-t-0-0123abcd"]),
+    ],
+)
+def test_the_router_calls_them_the_same_too(body: dict[str, Any], request_ids: list[str]) -> None:
+    names = [name_transfer(request_id, {"transfer_id": "t"}).transfer_id for request_id in request_ids]
+    assert transfers_of(body, "t") == names
 
 
 def test_ids_that_share_a_base_are_told_apart_when_an_id_is_given() -> None:

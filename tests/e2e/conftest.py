@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.engines import ARGUMENTS, say
+from support.engines import ARGUMENTS, EXACT, say
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.model import cache_dir, tiny
@@ -22,15 +22,25 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-@pytest.fixture(scope="session")
-def reference(model: Path, logs: Path) -> Iterator[str]:
-    """The URL of one engine by itself."""
-    engine = Engine(EngineSpec("reference", model, "tiny-qwen3", arguments=ARGUMENTS), logs)
+def _alone(name: str, model: Path, logs: Path, arguments: Sequence[str]) -> Iterator[str]:
+    engine = Engine(EngineSpec(name, model, "tiny-qwen3", arguments=arguments), logs)
     try:
         wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
         yield engine.url
     finally:
         engine.child.stop()
+
+
+@pytest.fixture(scope="session")
+def reference(model: Path, logs: Path) -> Iterator[str]:
+    """The URL of one engine by itself."""
+    yield from _alone("reference", model, logs, ARGUMENTS)
+
+
+@pytest.fixture(scope="session")
+def exact_reference(model: Path, logs: Path) -> Iterator[str]:
+    """Likewise, in float32."""
+    yield from _alone("exact-reference", model, logs, EXACT)
 
 
 @pytest.fixture(scope="session")

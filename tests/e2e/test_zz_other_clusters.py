@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import (
     ARGUMENTS,
+    EXACT,
     assert_came_from_outside,
     complete,
     complete_all,
@@ -23,20 +23,6 @@ from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.model import smollm2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-
-# Summing over ranks changes the last bits; in float32 too few of them to change an answer.
-EXACT = (*ARGUMENTS, "--dtype", "float32")
-
-
-@pytest.fixture(scope="module")
-def exact_reference(model: Path, logs: Path) -> Iterator[str]:
-    engine = Engine(EngineSpec("exact-reference", model, "tiny-qwen3", arguments=EXACT), logs)
-    try:
-        wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
-        yield engine.url
-    finally:
-        engine.child.stop()
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])

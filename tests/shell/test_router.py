@@ -14,7 +14,7 @@ from support.waiting import eventually
 
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Bye, Heartbeat, Role, State, encode
+from kvbus.messages import Bye, Cancel, Heartbeat, Message, Role, State, decode, encode
 from kvbus.node import Node
 from kvbus.router.app import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER, Router
 from kvbus.subjects import Subjects
@@ -156,6 +156,43 @@ async def test_a_refusal_by_decode_reaches_the_client_and_ends_prefill(front: Fr
     answer = await front.client.post("/v1/completions", json={"stream": True})
     assert (answer.status, await answer.read()) == (422, b'{"error": "no"}')
     await eventually(lambda: front.prefill.cancelled == 1)
+
+
+@pytest.mark.parametrize("how", ["refused", "unreachable", "left"])
+async def test_what_decode_does_not_take_is_released_on_prefill(front: Front, how: str) -> None:
+    """A2: though the prefill is done, and the decode engine's connector may never have heard of the request."""
+    cancels: list[Message] = []
+    async with MemoryBus(front.broker) as bus:
+        await bus.subscribe(Subjects("default").cancels("P"), lambda _, payload: cancels.append(decode(payload)))
+        if how == "refused":
+            front.decode.status = 422
+        elif how == "unreachable":
+            beat = Heartbeat("D", 1, 2, Role.DECODE, State.READY, 1, "m", "127.0.0.1:1")
+            front.broker.route(Subjects("default").heartbeats("decode", "D"), encode(beat))
+        else:
+            front.decode.hold.clear()
+        asking = asyncio.create_task(front.client.post("/v1/completions", json={"prompt": ["a", "b"]}))
+        await eventually(lambda: front.prefill.requests)
+        if how == "left":
+            await eventually(lambda: front.decode.requests)
+            asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await eventually(lambda: len(cancels) == 2)
+    named = front.prefill.requests[0][1]["kv_transfer_params"]["transfer_id"]
+    assert [(each.transfer_id, each.sink_engine, each.release) for each in cancels if isinstance(each, Cancel)] == [
+        (named, "D", True),
+        (f"{named}#0.1", "D", True),
+    ]
+
+
+async def test_what_decode_takes_is_not_released(front: Front) -> None:
+    cancels: list[bytes] = []
+    async with MemoryBus(front.broker) as bus:
+        await bus.subscribe(Subjects("default").cancels("*"), lambda _, payload: cancels.append(payload))
+        assert (await front.client.post("/v1/completions", json={})).status == 200
+        front.broker.route(Subjects("default").cancels("P"), b"the last")
+        await eventually(lambda: cancels)
+    assert cancels == [b"the last"]
 
 
 async def test_a_client_that_goes_away_ends_both_legs(front: Front) -> None:
