@@ -267,6 +267,7 @@ class TransferFailed(_FromSourceRank):
 class Heartbeat(Message):
     """An engine is there. ``incarnation`` is the wall-clock ns of its start: larger is newer.
 
+    ``requests`` are in its scheduler; of their prompts' tokens, ``queued_tokens`` are still to be computed here.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
     """
@@ -284,6 +285,7 @@ class Heartbeat(Message):
     free_blocks: int = 0
     total_blocks: int = 0
     requests: int = 0
+    queued_tokens: int = 0
     compat: Pairs = ()
 
 
@@ -332,11 +334,12 @@ class Bye(Message):
 
 @dataclass(frozen=True, slots=True)
 class MetadataRequest(Message):
-    """Asks one rank of an engine for its NIXL agent metadata."""
+    """Asks one rank of an engine for its NIXL agent metadata; ``incarnation`` is the only one that shall answer."""
 
     KIND = "meta?"
 
     sender: str
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)

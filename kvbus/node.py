@@ -64,6 +64,7 @@ class Node:
         self._interval_s = heartbeat_interval_s
         self._participants: list[Participant] = []
         self._peer_watchers: list[Callable[[Change], None]] = []
+        self._heartbeat_watchers: list[Callable[[Heartbeat], None]] = []
         self._bus_watchers: list[Callable[[bool], None]] = []
         self._heartbeat: Callable[[int], Heartbeat | None] | None = None
         self._number = 0
@@ -115,6 +116,10 @@ class Node:
     def present(self, heartbeat: Callable[[int], Heartbeat | None]) -> None:
         """Announce this engine: ``heartbeat(number)`` builds the next one, None while there is nothing to say."""
         self._heartbeat = heartbeat
+
+    def watch_heartbeats(self, watcher: Callable[[Heartbeat], None]) -> None:
+        """Call ``watcher`` with every heartbeat, after the membership has heard it."""
+        self._heartbeat_watchers.append(watcher)
 
     def watch_peers(self, watcher: Callable[[Change], None]) -> None:
         self._peer_watchers.append(watcher)
@@ -252,6 +257,9 @@ class Node:
 
     def _hear(self, message: Heartbeat | Bye) -> None:
         self._tell(self.membership.hear(message, time.monotonic()))
+        if isinstance(message, Heartbeat):
+            for watcher in self._heartbeat_watchers:
+                watcher(message)
 
     def _on_disconnect(self, _: str, payload: bytes) -> None:
         lost = lost_engine(payload)

@@ -77,7 +77,7 @@ class SinkScheduler:
         node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
         node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
         node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
-        node.listen(subjects.heartbeats("*", "*"), Heartbeat, self._hear_heartbeat)
+        node.watch_heartbeats(self._hear_heartbeat)
         node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
@@ -215,8 +215,8 @@ def serve_metadata(node: Node, engine: str, incarnation: int, payloads: dict[int
 
     def answer(subject: str, request: MetadataRequest) -> MetadataReply | None:
         rank = subject.rpartition(".")[2]
-        if not rank.isdigit():
-            return None
+        if not rank.isdigit() or request.incarnation not in (0, incarnation):
+            return None  # while an engine restarts there may be two of its name
         payload = payloads.get(int(rank))
         if payload is None:
             return MetadataReply(engine, incarnation, int(rank), error=f"rank {rank} is not ready, or does not exist")

@@ -142,7 +142,9 @@ class RankNode:
     async def _ask(self, peer: Heartbeat, rank: int) -> bytes | None:
         subject = self._node.subjects.metadata(peer.engine, rank)
         try:
-            reply = await self._node.request(subject, MetadataRequest(self._own.engine), METADATA_TIMEOUT_S)
+            reply = await self._node.request(
+                subject, MetadataRequest(self._own.engine, peer.incarnation), METADATA_TIMEOUT_S
+            )
         except (BusUnavailableError, MessageError) as error:
             logger.debug("kvbus: metadata of %s rank %d: %s", peer.engine, rank, error)
             return None

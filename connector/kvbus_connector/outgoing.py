@@ -29,6 +29,12 @@ class Outgoing:
         self._prefilling: dict[str, tuple[TransferName, Any]] = {}
         self._ended: list[PrefillCompleted | PrefillFailed] = []
 
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed."""
+        waiting = [request for _, request in list(self._prefilling.values())]
+        return sum(max(0, request.num_prompt_tokens - request.num_computed_tokens) for request in waiting)
+
     def arrived(self, request: Any) -> None:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):

@@ -152,6 +152,7 @@ class SchedulerHalf:
             free_blocks=pool.get_num_free_blocks() if pool is not None else 0,
             total_blocks=pool.num_gpu_blocks if pool is not None else 0,
             requests=max(0, self._requests),
+            queued_tokens=self._outgoing.queued_tokens,
         )
 
     def _find_address(self) -> None:

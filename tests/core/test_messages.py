@@ -14,7 +14,7 @@ from kvbus.errors import MessageError
 from kvbus.messages import Heartbeat, Message, MetadataReply, Registration, Role, State, TransferDone, decode, encode
 
 REGISTRATION = Registration("t", 1, "decode-0", 7, "r", (((3, 2), (9, 1)), ()), 100, 32, "00-a-b-01")
-HEARTBEAT = Heartbeat("e", 1, 2, Role.PREFILL, State.READY, 2, "m", "h:1", 3, 4, 5, (("dtype", "bf16"),))
+HEARTBEAT = Heartbeat("e", 1, 2, Role.PREFILL, State.READY, 2, "m", "h:1", 3, 4, 5, 6, (("dtype", "bf16"),))
 EXAMPLES: list[Message] = [
     REGISTRATION,
     HEARTBEAT,
