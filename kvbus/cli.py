@@ -141,6 +141,28 @@ def up(
 
 
 @app.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /health shows it.")],
+    nats_url: NatsUrl,
+    namespace: Namespace = "default",
+    timeout: Annotated[float, typer.Option(help="How long to wait until it is empty, seconds.", min=0.1)] = 300.0,
+) -> None:
+    """Let an engine finish what it has and get nothing new, before it is stopped. Ends when the engine is empty.
+
+    Example: [bold]kvbus drain prefill-0 --nats-url nats://127.0.0.1:4222[/bold]
+    """
+    from kvbus.bus import NatsBus
+    from kvbus.local.drain import drain as drain_engine
+    from kvbus.subjects import Subjects, check_token
+
+    with clear_errors():
+        check_token("ENGINE", engine)
+        config = Config(nats_url=nats_url, namespace=namespace)
+        bus = NatsBus(config.servers, "kvbus-drain")
+        asyncio.run(drain_engine(bus, Subjects(config.namespace), engine, timeout, say))
+
+
+@app.command()
 def demo(model: ModelDir = None) -> None:
     """Run the main job once: one prefill and one decode engine, three chat questions, figures for each."""
     from kvbus.local.cluster import Cluster

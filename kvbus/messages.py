@@ -267,7 +267,8 @@ class TransferFailed(_FromSourceRank):
 class Heartbeat(Message):
     """An engine is there. ``incarnation`` is the wall-clock ns of its start: larger is newer.
 
-    ``requests`` are in its scheduler; of their prompts' tokens, ``queued_tokens`` are still to be computed here.
+    ``requests`` are in its scheduler, or only their KV is, for another engine; of their prompts' tokens,
+    ``queued_tokens`` are still to be computed here.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
     """
@@ -311,6 +312,26 @@ class LeaseEcho(Message):
     sink_incarnation: int
     echoes: Echoes
     epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequest(Message):
+    """Asks an engine to say that it is draining, so that routers send it nothing new."""
+
+    KIND = "drain?"
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReply(Message):
+    """The engine is draining; it still has so many ``requests``."""
+
+    KIND = "drain!"
+
+    engine: str
+    incarnation: int
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)

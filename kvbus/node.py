@@ -197,7 +197,7 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self.listen(self.subjects.heartbeats("*", "*"), Heartbeat, self._hear)
         self.listen(self.subjects.bye("*"), Bye, self._hear)
-        self.listen(self.subjects.who, Who, lambda _: self._announce())
+        self.listen(self.subjects.who, Who, lambda _: self.announce())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
@@ -233,10 +233,11 @@ class Node:
 
     async def _beat(self) -> None:
         while True:
-            self._announce()
+            self.announce()
             await asyncio.sleep(self._interval_s)
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Send a heartbeat now."""
         if self._heartbeat is None or not self.bus.connected:
             return
         self._number += 1
@@ -284,7 +285,7 @@ class Node:
             watcher(connected)
         if connected:
             self.publish(self.subjects.who, Who(self.name))
-            self._announce()
+            self.announce()
         self._arm()
 
     def _arm(self) -> None:

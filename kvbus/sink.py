@@ -70,13 +70,14 @@ class SinkScheduler:
         self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
         self._abandoned: deque[Abandon] = deque()
         self._registered: dict[str, tuple[float, str]] = {}
+        self._prefill_watchers: list[Callable[[PrefillProgress | PrefillCompleted | PrefillFailed], None]] = []
         self._news = threading.Event()
         self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
         node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
         node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
-        node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
+        node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._hear_prefill)
         node.watch_heartbeats(self._hear_heartbeat)
         node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
@@ -95,6 +96,14 @@ class SinkScheduler:
             return f"prefill engine {hint} is not on the bus" if hint else "no prefill engine is on the bus"
         fitting = [differences(self._own, peer) for peer in peers]
         return "" if [] in fitting else f"prefill engine {peers[0].engine} does not fit: {fitting[0][0]}"
+
+    @property
+    def connected(self) -> bool:
+        return self._node.bus.connected
+
+    def watch_prefills(self, watcher: Callable[[PrefillProgress | PrefillCompleted | PrefillFailed], None]) -> None:
+        """Call ``watcher`` with what prefill engines say of their prefills. Before the node is started."""
+        self._prefill_watchers.append(watcher)
 
     def register(self, registration: Registration, hint: str) -> None:
         """Publish a registration at once.
@@ -167,6 +176,11 @@ class SinkScheduler:
     def _hear_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         self._apply(message)
         self._tell()
+
+    def _hear_prefill(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        self._apply(message)
+        for watcher in self._prefill_watchers:
+            watcher(message)
 
     def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         if heartbeat.role.prefills:

@@ -84,6 +84,10 @@ class Subjects:
         """Request/reply: a router gives a transfer into the decode engine ``engine`` to another prefill engine."""
         return self._of(f"rebind.{engine}")
 
+    def drain(self, engine: str) -> str:
+        """Request/reply: an operator drains the engine ``engine``."""
+        return self._of(f"drain.{engine}")
+
     @property
     def who(self) -> str:
         return self._of("who")
