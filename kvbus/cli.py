@@ -210,7 +210,8 @@ def soak(
                 typer.echo(
                     f"run {run + 1}/{runs}: {got.requests} requests, {got.failed} failed, {got.wrong} wrong, "
                     f"{'STALLED' if outcome.stalled else 'no stall'}; TTFT p50 {got.ttft_p50:.0f} ms, p90 "
-                    f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; memory "
+                    f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; "
+                    f"hand-off p50 {outcome.hand_off_p50_ms:.1f} ms; memory "
                     f"{outcome.rss_quarter_mib:.0f} -> {outcome.rss_end_mib:.0f} MiB; idle CPU "
                     f"{outcome.idle_cpu_percent:.1f} % of a core; free blocks {outcome.free_blocks}"
                 )

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -43,6 +44,7 @@ class Outcome:
     stalled: bool
     rss_quarter_mib: float
     rss_end_mib: float
+    hand_off_p50_ms: float
     idle_cpu_percent: float
     free_blocks: dict[str, str]
 
@@ -103,6 +105,7 @@ async def run_soak(model: Path, logs: Path, soak: Soak, say: Say) -> Outcome:
             rss_quarter_mib=round(watch.rss_quarter or watch.rss_end, 1),
             rss_end_mib=round(watch.rss_end, 1),
             idle_cpu_percent=round(idle, 1),
+            hand_off_p50_ms=round(1e3 * statistics.median(cluster.observer.hand_offs or [0.0]), 2),
             free_blocks={
                 name: f"{beat.free_blocks}/{beat.total_blocks}" for name, beat in cluster.observer.engines.items()
             },
