@@ -88,17 +88,34 @@ def router(
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Port = 8000,
     namespace: Namespace = "default",
+    max_in_flight: Annotated[int, typer.Option(help="Requests at once for each decode engine; others wait.")] = 512,
+    max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
+    max_wait_s: Annotated[float, typer.Option(help="How long one may wait; after that the router answers 503.")] = 30,
+    max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
+    body_timeout_s: Annotated[float, typer.Option(help="How long a client may take to send its request.")] = 60,
+    max_takeovers: Annotated[
+        int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
+    ] = 3,
 ) -> None:
     """Run the router alone: an OpenAI API in front of the engines that it finds on the bus.
 
     Example: [bold]kvbus router --nats-url nats://127.0.0.1:4222 --port 8000[/bold]
     """
     from kvbus.router.app import run_router
+    from kvbus.router.settings import Settings
 
     _log(logging.INFO)
     with clear_errors():
         config = Config(nats_url=nats_url, namespace=namespace)
-        asyncio.run(run_router(config, host, port))
+        settings = Settings(
+            max_in_flight=max_in_flight,
+            max_queue=max_queue,
+            max_wait_s=max_wait_s,
+            body_timeout_s=body_timeout_s,
+            max_body_mib=max_body_mib,
+            max_takeovers=max_takeovers,
+        )
+        asyncio.run(run_router(config, host, port, settings))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})

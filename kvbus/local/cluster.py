@@ -238,7 +238,7 @@ class Cluster:
         """Wait until every engine and the router serve."""
         names = list(self.engines)
         wait_until(
-            lambda: all(self.is_ready(name) for name in names) and is_healthy(self.port),
+            lambda: all(self.is_ready(name) for name in names) and is_healthy(self.port, "/ready"),
             self._children,
             f"booting {len(names)} engines and the router",
             self.say,

@@ -1,250 +1,222 @@
 """The router's HTTP application.
 
 The one rule: what a client gets is what the decode engine says, byte for byte, unless the prefill engine refuses before
-the first byte: then it is what the prefill engine says. A prefill engine that does not answer refuses nothing: the
-decode engine computes the prompt itself.
+the first byte: then it is what the prefill engine says. A prefill engine that does not answer refuses nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+import time
+from collections.abc import AsyncIterator
+from random import Random
 
-import aiohttp
 from aiohttp import web
 
 from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
-from kvbus.membership import Membership
-from kvbus.messages import FIRST_ATTEMPT, Cancel, Heartbeat
+from kvbus.membership import Change, Membership, PeerLeft
+from kvbus.messages import Heartbeat, State
+from kvbus.metrics import OncePer
 from kvbus.node import Node
-from kvbus.router.choose import Pair, choose, choose_decode
-from kvbus.router.legs import decode_leg, new_transfer_id, prefill_leg, traceparent_for, transfers_of
+from kvbus.router import upstream
+from kvbus.router.answers import BAD_GATEWAY, NOT_FOUND, UNAVAILABLE, Answer, error
+from kvbus.router.choose import Choice, is_usable, pairs
+from kvbus.router.errors import in_openais_form
+from kvbus.router.flight import Flight
+from kvbus.router.gate import Gate, TurnedAwayError
+from kvbus.router.legs import Body, must_be_alone, new_transfer_id, traceparent_for
+from kvbus.router.loads import Loads
+from kvbus.router.meters import CONTENT_TYPE, Meters
+from kvbus.router.models import merge_models
+from kvbus.router.reading import BadRequestError, read_body
+from kvbus.router.serving import Job, Serving
+from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
+from kvbus.router.settings import Settings
 from kvbus.subjects import Subjects
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-CONNECT_TIMEOUT_S = 5.0
-TRANSFER_HEADER = "X-KVBus-Transfer-Id"
-PREFILL_HEADER = "X-KVBus-Prefill"
-DECODE_HEADER = "X-KVBus-Decode"
-_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"})
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding"}
-_NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}
-
-
-class PrefillRefusedError(Exception):
-    """The prefill engine answered with an error."""
-
-    def __init__(self, status: int, body: bytes, content_type: str = "application/json") -> None:
-        self.status, self.body, self.content_type = status, body, content_type
-        super().__init__(f"prefill: status {status}")
-
-
-def error_body(message: str, kind: str, status: int) -> bytes:
-    """An error in OpenAI's form."""
-    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": status}}).encode()
-
-
-def error(status: int, message: str, kind: str) -> web.Response:
-    return web.Response(status=status, body=error_body(message, kind, status), content_type="application/json")
+RETRY_AFTER_S = "5"
 
 
 class Router:
     """The front door over a node's membership. Lives in one event loop."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._outstanding: Counter[str] = Counter()
+    def __init__(self, node: Node, settings: Settings | None = None, chance: Random | None = None) -> None:
+        self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
+        self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
+        self._gates: dict[str, Gate] = {}
+        self._servings: set[Serving] = set()
+        self._meters.watch(lambda: len(self._servings), lambda: sum(gate.queued for gate in self._gates.values()))
+        node.watch_peers(self._on_peer)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=self._settings.max_body_mib << 20, middlewares=[in_openais_form])
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
+        app.router.add_post("/tokenize", self._pass_on)
+        app.router.add_post("/detokenize", self._pass_on)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/ready", self._ready)
+        app.router.add_get("/metrics", self._metrics)
         app.cleanup_ctx.append(self._life)
         return app
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with self._node, aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
+        async with self._node, upstream.open_session() as self._session:
             yield
 
+    # About the router
+
     async def _health(self, request: web.Request) -> web.Response:
+        return web.json_response(self._state())
+
+    async def _ready(self, request: web.Request) -> web.Response:
+        state = self._state()
+        return web.json_response(state, status=200 if state["status"] == "ok" else 503)
+
+    def _state(self) -> dict[str, object]:
         members = self._node.membership
-        pair = choose(members.peers(), None, {})
-        body = {
-            "status": "ok" if pair else "no compatible pair of ready engines",
+        return {
+            "status": "ok" if pairs(members.peers(), None) else "no compatible pair of ready engines",
             "bus_connected": self._node.bus.connected,
             "prefill_engines": [peer.engine for peer in members.peers(prefill=True, ready=True)],
             "decode_engines": [peer.engine for peer in members.peers(decode=True, ready=True)],
         }
-        return web.json_response(body, status=200 if pair else 503)
 
-    async def _models(self, request: web.Request) -> web.StreamResponse:
-        ready = self._node.membership.peers(decode=True, ready=True)
-        if not ready:
-            return error(503, "no decode engine is ready", "service_unavailable")
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._meters.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    def _on_peer(self, change: Change) -> None:
+        if isinstance(change, PeerLeft):
+            self._loads.forget(change.engine)
+            for serving in list(self._servings):
+                serving.engine_left(change.engine, change.incarnation, change.reason)
+        for gate in self._gates.values():
+            gate.admit()
+
+    # Requests that one decode engine answers
+
+    async def _models(self, request: web.Request) -> web.Response:
+        answers: dict[str, Answer] = {}
+        failed = error(503, "no decode engine is ready", UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S})
+        for engine in self._usable(None):
+            if engine.model in answers:
+                continue
+            try:
+                async with self._session.get(upstream.url_of(engine, request.path)) as got:
+                    answer = await upstream.whole(got)
+            except upstream.LOST as failure:
+                failed = error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY)
+                continue
+            if answer.status == 200:
+                answers[engine.model] = answer
+            else:
+                failed = answer
+        return _response(merge_models([answers[model] for model in sorted(answers)]) if answers else failed)
+
+    async def _pass_on(self, request: web.Request) -> web.Response:
+        body = await self._read(request)
+        engines = self._usable(body.get("model"))
+        if not engines:
+            return _response(self._no_engine(body.get("model")))
+        engine = min(engines, key=self._loads.decode)
         try:
-            async with self._session.get(f"http://{ready[0].address}/v1/models") as answer:
-                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
-        except aiohttp.ClientError as failure:
-            return error(502, f"decode engine {ready[0].engine}: {failure}", "bad_gateway")
+            return _response(
+                await upstream.post(self._session, engine, request.path, body, upstream.forwarded(request.headers))
+            )
+        except upstream.LOST as failure:
+            return _response(error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY))
+
+    # Requests that two engines serve
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
+        arrived_at = time.monotonic()
         try:
-            body = json.loads(await request.read())
-        except ValueError as failure:
-            return error(400, f"the body is not JSON: {failure}", "invalid_request_error")
-        if not isinstance(body, dict):
-            return error(400, f"the body is not a JSON object but {type(body).__name__}", "invalid_request_error")
-        engines = self._node.membership.peers()
-        model = body.get("model")
-        pair = choose(engines, model if isinstance(model, str) else None, self._outstanding)
-        if pair is not None:
-            with self._counted(pair.prefill.engine, pair.decode.engine):
-                return await self._forward(request, body, pair)
-        alone = choose_decode(engines, model if isinstance(model, str) else None, self._outstanding)
-        if alone is None:
-            return self._no_engine(engines, model)
-        with self._counted(alone.engine):
-            return await self._forward_alone(request, body, alone)
+            body = await self._read(request)
+            model = body.get("model")
+            usable = self._usable(model)
+            if not usable:
+                raise BadRequestError(self._no_engine(model))
+            async with self._gate(usable[0].model).enter(payer_of(body, request.headers, request.remote)):
+                return await self._fly(request, body, arrived_at)
+        except BadRequestError as refused:
+            self._meters.refused(refused.answer.status)
+            raise
+        except asyncio.CancelledError:
+            self._meters.client_left()
+            raise
+        except TurnedAwayError as away:
+            self._meters.refused(away.answer.status)
+            return _response(away.answer)
 
-    def _no_engine(self, engines: list[Heartbeat], model: object) -> web.Response:
-        served = sorted({peer.model for peer in engines})
-        if isinstance(model, str) and served and model not in served:
-            return error(404, f"the model {model!r} does not exist; served: {', '.join(served)}", "NotFoundError")
+    async def _fly(self, request: web.Request, body: Body, arrived_at: float) -> web.StreamResponse:
+        transfer_id = new_transfer_id()
+        traceparent = traceparent_for(request.headers.get("traceparent"))
+        headers = upstream.forwarded(request.headers)
+        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
+        headers["traceparent"] = traceparent
+        tokens, session = prompt_tokens(body), affinity_of(body, request.headers.get(SESSION_HEADER))
+        alone, model, settings = must_be_alone(body), body.get("model"), self._settings
+
+        def choice() -> Choice:
+            engines = self._node.membership.peers()
+            return Choice(
+                engines, model, self._loads, self._chance, session, tokens, alone, most=settings.max_in_flight
+            )
+
+        now = choice()
+        source = now.source(None)
+        sink = now.sink(source)
+        if sink is None:  # the last one left while this request waited for its turn
+            raise BadRequestError(self._no_engine(model))
+        if source is None and not alone and self._once.due("alone"):
+            logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
+        begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
+        job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at)
+        serving = Serving(job, begun, choice, self._node, self._session, self._loads, self._meters)
+        self._servings.add(serving)
+        try:
+            return await serving.run(request)
+        finally:
+            self._servings.discard(serving)
+
+    async def _read(self, request: web.Request) -> Body:
+        return await read_body(request, self._settings.body_timeout_s, self._settings.max_body_mib)
+
+    def _usable(self, model: str | None) -> list[Heartbeat]:
+        return [peer for peer in self._node.membership.peers(decode=True) if is_usable(peer, model)]
+
+    def _gate(self, model: str) -> Gate:
+        if model not in self._gates:
+            limits = self._settings
+            self._gates[model] = Gate(
+                lambda: limits.max_in_flight * len(self._usable(model)), limits.max_queue, limits.max_wait_s
+            )
+        return self._gates[model]
+
+    def _no_engine(self, model: str | None) -> Answer:
+        served = sorted({peer.model for peer in self._node.membership.peers()})
+        if model is not None and served and model not in served:
+            message = f"the model {model!r:.200} does not exist; served: {', '.join(served)}"
+            return error(404, message, NOT_FOUND, "model")
         missing = "no decode engine is ready"
         if not self._node.bus.connected:
             missing = "the bus is not connected, so no engine is known"
-        return error(503, missing, "service_unavailable")
-
-    @contextlib.contextmanager
-    def _counted(self, *engines: str) -> Any:
-        self._outstanding.update(engines)
-        try:
-            yield
-        finally:
-            self._outstanding.subtract(engines)
-
-    async def _forward_alone(self, request: web.Request, body: dict[str, Any], engine: Heartbeat) -> web.StreamResponse:
-        """No prefill engine is there for it: the decode engine computes the prompt."""
-        logger.warning("kvbus: no prefill engine is ready; %s computes the prompt itself", engine.engine)
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in _NOT_FORWARDED}
-        nothing = asyncio.create_task(asyncio.sleep(0))
-        try:
-            return await self._decode(request, engine, body, headers, nothing, {DECODE_HEADER: engine.engine})
-        except aiohttp.ClientError as failure:
-            return error(502, f"decode engine {engine.engine}: {failure}", "bad_gateway")
-
-    async def _forward(self, request: web.Request, body: dict[str, Any], pair: Pair) -> web.StreamResponse:
-        transfer_id = new_transfer_id()
-        traceparent = traceparent_for(request.headers.get("traceparent"))
-        headers = {key: value for key, value in request.headers.items() if key.lower() not in _NOT_FORWARDED}
-        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
-        headers["traceparent"] = traceparent
-        marks = {
-            TRANSFER_HEADER: transfer_id,
-            PREFILL_HEADER: pair.prefill.engine,
-            DECODE_HEADER: pair.decode.engine,
-        }
-        prefill = asyncio.create_task(
-            self._prefill(pair, request.path, prefill_leg(body, transfer_id, traceparent), headers),
-            name=f"prefill-{transfer_id}",
-        )
-        served = False
-        try:
-            leg = decode_leg(body, transfer_id, traceparent, pair.prefill.engine)
-            response = await self._decode(request, pair.decode, leg, headers, prefill, marks)
-            served = response.status < 400
-            return response
-        except PrefillRefusedError as refused:
-            return web.Response(
-                status=refused.status, body=refused.body, content_type=refused.content_type, headers=marks
-            )
-        except aiohttp.ClientError as failure:
-            return error(502, f"decode engine {pair.decode.engine}: {failure}", "bad_gateway")
-        finally:
-            if not served:
-                self._release(pair, transfers_of(body, transfer_id))
-            if not prefill.done():
-                prefill.cancel()
-            await asyncio.gather(prefill, return_exceptions=True)
-
-    def _release(self, pair: Pair, transfer_ids: list[str]) -> None:
-        """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its
-        connector heard of the request. What the decode engine itself says of it is not disturbed."""
-        subject, sink = self._node.subjects.cancels(pair.prefill.engine), pair.decode
-        for each in transfer_ids:
-            cancel = Cancel(
-                each, FIRST_ATTEMPT, sink.engine, sink.incarnation, each, "decode did not serve the request"
-            )
-            self._node.publish(subject, cancel)
-
-    async def _prefill(self, pair: Pair, path: str, leg: dict[str, Any], headers: Mapping[str, str]) -> None:
-        engine = pair.prefill
-        try:
-            async with self._session.post(f"http://{engine.address}{path}", json=leg, headers=headers) as answer:
-                content = await answer.read()
-                if answer.status >= 400:
-                    raise PrefillRefusedError(answer.status, content, answer.content_type)
-        except aiohttp.ClientError as failure:
-            why = failure or type(failure).__name__
-            logger.warning("kvbus: prefill engine %s does not answer: %s; decode goes on alone", engine.engine, why)
-
-    async def _decode(
-        self,
-        request: web.Request,
-        engine: Heartbeat,
-        leg: dict[str, Any],
-        headers: Mapping[str, str],
-        prefill: asyncio.Task[None],
-        marks: Mapping[str, str],
-    ) -> web.StreamResponse:
-        url = f"http://{engine.address}{request.path}"
-        async with contextlib.AsyncExitStack() as stack:
-            answer = await _unless_refused(
-                prefill, stack.enter_async_context(self._session.post(url, json=leg, headers=headers))
-            )
-            kept = {key: value for key, value in answer.headers.items() if key.lower() not in _NOT_RETURNED}
-            if answer.content_type != "text/event-stream":
-                content = await _unless_refused(prefill, answer.read())
-                return web.Response(status=answer.status, body=content, headers={**kept, **marks})
-            # An engine sends its headers before the first token: hold them until something follows.
-            chunk = await _unless_refused(prefill, answer.content.readany())
-            response = web.StreamResponse(status=answer.status, headers={**kept, **marks})
-            await response.prepare(request)
-            while chunk:
-                await response.write(chunk)
-                chunk = await answer.content.readany()
-            await response.write_eof()
-            return response
+        elif any(peer.state is State.DRAINING for peer in self._node.membership.peers(decode=True)):
+            missing = "no decode engine is ready: the last ones are draining"
+        return error(503, missing, UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S})
 
 
-async def _unless_refused(prefill: asyncio.Task[None], step: Any) -> Any:
-    """Do a step of the decode leg; raise PrefillRefusedError as soon as the prefill leg does, dropping the step."""
-    task = asyncio.ensure_future(step)
-    try:
-        await asyncio.wait({task, prefill}, return_when=asyncio.FIRST_COMPLETED)
-        if prefill.done() and not task.done():
-            prefill.result()
-        return await task
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+def _response(answer: Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
 
-async def run_router(config: Config, host: str, port: int) -> None:
+async def run_router(config: Config, host: str, port: int, settings: Settings) -> None:
     """Serve until cancelled.
 
     Raises:
@@ -256,7 +228,7 @@ async def run_router(config: Config, host: str, port: int) -> None:
         name="kvbus-router",
         membership=Membership(dead_after_s=config.dead_after_s),
     )
-    runner = web.AppRunner(Router(node).app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(Router(node, settings).app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
         try:

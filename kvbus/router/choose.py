@@ -1,12 +1,24 @@
-"""Which engines a request goes to. Pure: a policy is a function of what is known."""
+"""Which engines a request goes to. Pure: chance is an argument.
+
+The less loaded of two engines picked by chance (so that several routers with the same old news do not all pick the same
+one), unless the engine that has probably kept the prompt's head has little more to do: then that one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from random import Random
 
 from kvbus.membership import differences
 from kvbus.messages import Heartbeat, State
+from kvbus.router.loads import Loads
+
+DECODE_SLACK = 4.0  # requests; what a prefix kept on decode saves, the transfer of it, is little
+
+Key = tuple[str, int]
+"""An engine and its incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,35 +27,116 @@ class Pair:
     decode: Heartbeat
 
 
-def choose_decode(engines: Sequence[Heartbeat], model: str | None, outstanding: Mapping[str, int]) -> Heartbeat | None:
-    """The decode engine with the fewest requests outstanding, to compute a prompt itself; None if there is none."""
-    ready = [engine for engine in engines if engine.role.decodes and _usable(engine, model)]
-    return min(ready, key=lambda engine: (outstanding.get(engine.engine, 0), engine.engine), default=None)
+def key_of(engine: Heartbeat) -> Key:
+    return (engine.engine, engine.incarnation)
 
 
-def _usable(engine: Heartbeat, model: str | None) -> bool:
+def is_usable(engine: Heartbeat, model: str | None) -> bool:
+    """Whether it takes new requests for this model; None: for any."""
     return engine.state is State.READY and bool(engine.address) and (model is None or engine.model == model)
 
 
-def choose(engines: Sequence[Heartbeat], model: str | None, outstanding: Mapping[str, int]) -> Pair | None:
-    """The compatible pair with the fewest requests of ours outstanding; None if there is none.
+def fit(prefill: Heartbeat, decode: Heartbeat) -> bool:
+    """Whether KV can go from one to the other."""
+    return prefill.engine != decode.engine and not differences(prefill, decode)
 
-    Args:
-        model: the served model's name that the client asks for, None for any.
-        outstanding: requests that this router has sent to each engine and that are not over.
-    """
 
-    pairs = [
+def pairs(engines: Sequence[Heartbeat], model: str | None) -> list[Pair]:
+    """Every pair that could serve a request."""
+    usable = [engine for engine in engines if is_usable(engine, model)]
+    return [
         Pair(prefill, decode)
-        for prefill in engines
-        if prefill.role.prefills and _usable(prefill, model)
-        for decode in engines
-        if decode.role.decodes and _usable(decode, model) and decode.engine != prefill.engine
-        if not differences(prefill, decode)
+        for prefill in usable
+        if prefill.role.prefills
+        for decode in usable
+        if decode.role.decodes and fit(prefill, decode)
     ]
 
-    def load(pair: Pair) -> tuple[int, int, str, str]:
-        prefill, decode = pair.prefill.engine, pair.decode.engine
-        return (outstanding.get(prefill, 0), outstanding.get(decode, 0), prefill, decode)
 
-    return min(pairs, key=load, default=None)
+def rank(session: str, engines: Sequence[Heartbeat]) -> list[Heartbeat]:
+    """Rendezvous hashing: an order of the engines for this session. An engine that goes or comes changes only its own
+    place in it."""
+
+    def weight(engine: Heartbeat) -> bytes:
+        return hashlib.blake2b(f"{session}\0{engine.engine}".encode(), digest_size=8).digest()
+
+    return sorted(engines, key=weight)
+
+
+def choose_one(
+    engines: Sequence[Heartbeat],
+    load: Callable[[Heartbeat], float],
+    chance: Random,
+    *,
+    session: str = "",
+    slack: float = 0.0,
+) -> Heartbeat | None:
+    """One of ``engines``, None if there is none.
+
+    Args:
+        session: what the request has in common with earlier ones, empty for nothing.
+        slack: how much more loaded the session's own engine may be than the other choice.
+    """
+    if not engines:
+        return None
+    two = chance.sample(list(engines), min(2, len(engines)))
+    lighter = min(two, key=load)
+    if session:
+        home = rank(session, engines)[0]
+        if load(home) <= load(lighter) + slack:
+            return home
+    return lighter
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What can be chosen for one request, as things stand now.
+
+    Args:
+        tokens: of the prompt, about. What an engine has kept of it saves at most so much work, so the session's own
+            engine may have so much more to do.
+        alone: the decode engine must compute the prompt itself.
+        most: a decode engine that has got so many requests of ours gets more only if there is no other.
+    """
+
+    engines: Sequence[Heartbeat]
+    model: str | None
+    loads: Loads
+    chance: Random
+    session: str = ""
+    tokens: int = 0
+    alone: bool = False
+    most: int = 1 << 30
+
+    def source(self, sink: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
+        """A prefill engine for ``sink``; None for it: one for which there is a decode engine."""
+        if self.alone:
+            return None
+        sinks = self._sinks(without) if sink is None else [sink]
+        fitting = [
+            engine
+            for engine in self.engines
+            if engine.role.prefills
+            and self._is_open(engine, without)
+            and any(fit(engine, each) for each in sinks if key_of(each) != key_of(engine))
+        ]
+        return choose_one(
+            self._trusted(fitting), self.loads.prefill, self.chance, session=self.session, slack=float(self.tokens)
+        )
+
+    def sink(self, source: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
+        """A decode engine that takes KV from ``source``; None for it: any."""
+        fitting = [engine for engine in self._sinks(without) if source is None or fit(source, engine)]
+        roomy = [engine for engine in fitting if self.loads.own(engine) < self.most] or fitting
+        return choose_one(
+            self._trusted(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
+        )
+
+    def _sinks(self, without: Collection[Key]) -> list[Heartbeat]:
+        return [engine for engine in self.engines if engine.role.decodes and self._is_open(engine, without)]
+
+    def _is_open(self, engine: Heartbeat, without: Collection[Key]) -> bool:
+        return is_usable(engine, self.model) and key_of(engine) not in without
+
+    def _trusted(self, engines: list[Heartbeat]) -> list[Heartbeat]:
+        return [engine for engine in engines if not self.loads.is_suspect(engine)] or engines

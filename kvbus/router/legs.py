@@ -12,6 +12,25 @@ MAX_TRANSFERS = 256
 
 Body = dict[str, Any]
 
+# What only shapes the answer. The prefill engine's is thrown away, so it must not refuse for it, nor compute it.
+# Whatever may be in the prompt stays: some chat templates render tools, tool_choice and response_format.
+_OF_THE_ANSWER = frozenset(
+    {
+        "best_of",
+        "echo",
+        "include_stop_str_in_output",
+        "logprobs",
+        "min_tokens",
+        "prompt_logprobs",
+        "return_tokens_as_token_ids",
+        "stop",
+        "stop_token_ids",
+        "stream_options",
+        "suffix",
+        "top_logprobs",
+    }
+)
+
 
 def new_transfer_id() -> str:
     return secrets.token_hex(16)
@@ -37,9 +56,17 @@ def traceparent_for(given: str | None) -> str:
     return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
+def must_be_alone(body: Mapping[str, Any]) -> bool:
+    """Whether only an engine that computes the prompt itself can answer: with log probabilities of the prompt's own
+    tokens, or by a beam search, whose many inner requests are no transfers."""
+    logprobs = body.get("logprobs")
+    echoes_logprobs = bool(body.get("echo")) and logprobs is not None and logprobs is not False
+    return body.get("prompt_logprobs") is not None or echoes_logprobs or body.get("use_beam_search") is True
+
+
 def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str) -> Body:
     """What the prefill engine gets: the same prompt, one token, no stream."""
-    leg = {key: value for key, value in body.items() if key not in ("stream_options", "min_tokens")}
+    leg = {key: value for key, value in body.items() if key not in _OF_THE_ANSWER}
     leg["stream"] = False
     leg["max_tokens"] = 1
     if "max_completion_tokens" in leg:
@@ -53,8 +80,19 @@ def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str) -> 
     return leg
 
 
-def decode_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, prefill_engine: str) -> Body:
-    """What the decode engine gets: the client's request, and where its KV comes from."""
+def decode_leg(
+    body: Mapping[str, Any],
+    transfer_id: str,
+    traceparent: str,
+    prefill_engine: str,
+    attempt: int = 1,
+    takeover_s: float = 0.0,
+) -> Body:
+    """What the decode engine gets: the client's request, and where its KV comes from.
+
+    Args:
+        takeover_s: how long it shall wait for the router's word when the prefill engine is lost, seconds.
+    """
     return {
         **body,
         "kv_transfer_params": {
@@ -62,6 +100,8 @@ def decode_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, pref
             "do_remote_prefill": True,
             "transfer_id": transfer_id,
             "prefill_engine_id": prefill_engine,
+            "attempt": attempt,
+            "takeover_s": takeover_s,
             "traceparent": traceparent,
         },
     }

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
 
 from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.choose import Pair, choose
-from kvbus.router.legs import decode_leg, new_transfer_id, prefill_leg, traceparent_for
+from kvbus.router.choose import Choice, Pair, pairs
+from kvbus.router.events import Failure, Nothing, Token, look, whole_lines
+from kvbus.router.legs import Body, decode_leg, must_be_alone, new_transfer_id, prefill_leg, traceparent_for
+from kvbus.router.loads import Loads
+from kvbus.router.session import affinity_of, payer_of, prompt_tokens
+from kvbus.router.turns import Turns
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = {
@@ -18,6 +27,7 @@ BODY = {
     "n": 2,
     "unknown": "kept",
 }
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 P = Heartbeat("P", 1, 1, Role.PREFILL, State.READY, 1, "m", "h:1", compat=(("dtype", "a"),))
 D = replace(P, engine="D", role=Role.DECODE, address="h:2")
 
@@ -57,18 +67,177 @@ def test_the_clients_trace_goes_on_and_junk_does_not() -> None:
     assert new_transfer_id() != new_transfer_id()
 
 
-def test_the_least_loaded_compatible_pair_is_chosen() -> None:
-    q, e = replace(P, engine="Q"), replace(D, engine="E")
-    assert choose([P, D], None, {}) == Pair(P, D)
-    assert choose([P, q, D, e], "m", {"P": 2, "D": 1}) == Pair(q, e)
-    assert choose([P, D], "other", {}) is None
-    assert choose([P], None, {}) is None
-    assert choose([P, replace(D, compat=(("dtype", "b"),))], None, {}) is None
-    assert choose([P, replace(D, state=State.DRAINING)], None, {}) is None
-    assert choose([P, replace(D, address="")], None, {}) is None
+def choice(*engines: Heartbeat, loads: Loads | None = None, seed: int = 0, **more: Any) -> Choice:
+    return Choice(engines, more.pop("model", None), loads or Loads(), Random(seed), **more)
+
+
+def test_only_what_is_ready_serves_the_model_and_fits_is_chosen() -> None:
+    assert pairs([P, D], None) == [Pair(P, D)]
+    assert (choice(P, D).source(None), choice(P, D).sink(P)) == (P, D)
+    for engines, model in (
+        ([P, D], "other"),
+        ([P], None),
+        ([P, replace(D, compat=(("dtype", "b"),))], None),
+        ([P, replace(D, state=State.DRAINING)], None),
+        ([P, replace(D, address="")], None),
+    ):
+        assert pairs(engines, model) == []
+        assert choice(*engines, model=model).source(None) is None
 
 
 def test_an_engine_is_not_paired_with_itself() -> None:
     both = replace(P, role=Role.BOTH)
-    assert choose([both], None, {}) is None
-    assert choose([both, D], None, {}) == Pair(both, D)
+    assert pairs([both], None) == []
+    assert pairs([both, D], None) == [Pair(both, D)]
+    assert choice(both, D).sink(both) == D
+
+
+def test_the_less_loaded_of_two_is_chosen_whatever_chance_says() -> None:
+    q, e = replace(P, engine="Q"), replace(D, engine="E")
+    busy_p, busy_d = replace(P, queued_tokens=10), replace(D, requests=3)
+    full = replace(D, free_blocks=1, total_blocks=100)
+    for seed in range(20):
+        assert choice(busy_p, q, D, seed=seed).source(None) == q
+        assert choice(P, busy_d, e, seed=seed).sink(P) == e
+        assert choice(P, full, replace(e, requests=8), seed=seed).sink(P).engine == "E"  # type: ignore[union-attr]
+
+
+def test_chance_spreads_over_equals_and_the_most_loaded_of_many_gets_nothing() -> None:
+    sources = [replace(P, engine=f"P{number}", queued_tokens=number) for number in range(4)]
+    chosen = {choice(*sources, D, seed=seed).source(None) for seed in range(50)}
+    assert chosen == set(sources[:3])
+
+
+def test_what_was_sent_since_the_last_heartbeat_is_added_to_what_it_says() -> None:
+    loads = Loads()
+    beat = replace(P, queued_tokens=100, requests=1)
+    with loads.counted(beat, 50):
+        assert (loads.prefill(beat), loads.requests(beat)) == (150, 2)
+        later = replace(beat, number=2, queued_tokens=120, requests=2)
+        assert (loads.prefill(later), loads.requests(later)) == (120, 2), "the engine counts it itself now"
+        assert loads.prefill(replace(later, queued_tokens=0, requests=0)) == 50, "or does not count at all"
+        assert loads.prefill(replace(P, incarnation=2)) == 0, "another one of that name has not got it"
+    assert loads.prefill(beat) == 100
+
+
+def test_an_engine_that_did_not_answer_is_chosen_last_until_it_is_heard() -> None:
+    q, loads = replace(P, engine="Q", queued_tokens=1000), Loads()
+    loads.suspect(P)
+    assert choice(P, q, D, loads=loads).source(None) == q
+    assert choice(P, D, loads=loads).source(None) == P, "better than none"
+    assert choice(replace(P, number=2), q, D, loads=loads).source(None) == replace(P, number=2)
+
+
+def test_a_session_goes_where_it_was_unless_that_is_much_busier() -> None:
+    sources = [replace(P, engine=f"P{number}") for number in range(5)]
+    homes = {name: choice(*sources, D, session=name).source(None) for name in map(str, range(50))}
+    assert set(homes.values()) == set(sources), "sessions are spread"
+    for name, home in homes.items():
+        assert home is not None
+        left = [each for each in sources if each.engine != "P3"]
+        again = choice(*left, D, session=name, seed=1).source(None)
+        assert again == home or home.engine == "P3", "who was not on the lost engine stays where it was"
+        busy = [replace(each, queued_tokens=500 if each == home else 0) for each in sources]
+        stays, goes = (choice(*busy, D, session=name, tokens=tokens).source(None) for tokens in (500, 499))
+        assert stays is not None
+        assert goes is not None
+        assert (stays.engine == home.engine, goes.engine == home.engine) == (True, False)
+
+
+def test_a_decode_engine_with_its_fill_gets_more_only_if_there_is_no_other() -> None:
+    loads, e = Loads(), replace(D, engine="E", requests=9)
+    with loads.counted(D, 1):
+        assert choice(P, D, e, loads=loads, most=1).sink(P) == e
+        assert choice(P, D, loads=loads, most=1).sink(P) == D
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ({"messages": CHAT[:2]}, {"messages": CHAT}, True),
+        ({"messages": CHAT}, {"messages": [CHAT[0], {"role": "user", "content": "else"}]}, False),
+        ({"prompt": "x" * 600}, {"prompt": "x" * 900}, True),
+        ({"prompt": [1] * 200}, {"prompt": [1] * 300}, True),
+        ({"prompt": ["a", "b"]}, {"prompt": ["a"]}, True),
+        ({"prompt": "a", "user": "u"}, {"prompt": "b", "user": "u"}, True),
+        ({"prompt": "a", "prompt_cache_key": "k"}, {"prompt": "a"}, False),
+    ],
+)
+def test_what_belongs_together(one: Body, other: Body, same: bool) -> None:
+    assert (affinity_of(one, None) == affinity_of(other, None)) is same
+    assert affinity_of(one, "s") == affinity_of(other, "s") == "s"
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"prompt": None}, {"prompt": []}, {"prompt": [None]}, {"messages": [3]}, {"prompt": 7}]
+)
+def test_junk_has_a_size_and_perhaps_a_session(body: Body) -> None:
+    assert prompt_tokens(body) >= 0
+    assert isinstance(affinity_of(body, None), str)
+    assert payer_of(body, {}, "1.2.3.4") == "1.2.3.4"
+
+
+def test_the_size_of_prompts() -> None:
+    assert prompt_tokens({"prompt": [5] * 70}) == 70
+    assert prompt_tokens({"prompt": [[5] * 70, [6] * 30]}) == 100
+    assert prompt_tokens({"prompt": "x" * 400}) == 101
+    assert prompt_tokens({"prompt": ["x" * 40, "y" * 40]}) == 22
+
+
+def test_who_asks_for_the_prompts_own_logprobs_is_served_by_one_engine() -> None:
+    for body in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}, {"use_beam_search": True}):
+        assert must_be_alone(body)
+        assert choice(P, D, alone=True).source(None) is None
+    for body in ({"logprobs": 3}, {"echo": True}, {"echo": True, "logprobs": None}, {"prompt_logprobs": None}):
+        assert not must_be_alone(body)
+
+
+def test_turns_go_round() -> None:
+    turns: Turns[int] = Turns(6)
+    for payer, item in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("c", 5)):
+        assert turns.wait(payer, item)
+    turns.leave("c", 5)
+    turns.leave("c", 5)
+    assert turns.wait("c", 6)
+    assert turns.wait("c", 7)
+    assert not turns.wait("d", 8), "six are enough"
+    assert [turns.next() for _ in range(7)] == [1, 4, 6, 2, 7, 3, None]
+    assert len(turns) == 0
+
+
+ROLE = b'data: {"choices":[{"delta":{"role":"assistant","content":""},"finish_reason":null}]}\n\n'
+TEXT = b'data: {"choices":[{"text":" a"}]}\n\n'
+
+
+@pytest.mark.parametrize(
+    ("head", "found"),
+    [
+        (b"", Nothing()),
+        (b": ping\n\n", Nothing()),
+        (ROLE, Nothing()),
+        (TEXT[:-3], Nothing()),
+        (ROLE + TEXT, Token()),
+        (b'data: {"choices":[{"text":"","finish_reason":"stop"}]}\n', Token()),
+        (b'data: {"choices":[{"delta":{"tool_calls":[{}]}}]}\n', Token()),
+        (b'data: {"choices":[{"delta":{"reasoning_content":"x"}}]}\n', Token()),
+        (b"data: [DONE]\n\n", Token()),
+        (b"data: 7\n", Token()),
+        (b'event: x\ndata: {"choices":[],"usage":{}}\n', Token()),
+        (b"x" * ((1 << 20) + 1), Token()),
+    ],
+)
+def test_where_the_first_token_is(head: bytes, found: object) -> None:
+    assert look(head) == found
+
+
+def test_a_failure_in_a_stream_has_its_status() -> None:
+    failed = look(ROLE + b'data: {"error": {"message": "no", "code": 503}}\n\n')
+    assert isinstance(failed, Failure)
+    assert (failed.status, failed.message, json.loads(failed.body)["error"]["code"]) == (503, "no", 503)
+    assert isinstance(odd := look(b'data: {"error": {"code": "x"}}\n'), Failure)
+    assert odd.status == 500
+
+
+def test_half_a_line_is_held_back() -> None:
+    assert whole_lines(TEXT + b"data: {") == (TEXT, b"data: {")
+    assert whole_lines(b"data") == (b"", b"data")

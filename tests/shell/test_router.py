@@ -16,7 +16,8 @@ from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
 from kvbus.messages import Bye, Cancel, Heartbeat, Message, Role, State, decode, encode
 from kvbus.node import Node
-from kvbus.router.app import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER, Router
+from kvbus.router.app import Router
+from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
 from kvbus.subjects import Subjects
 
 SSE = b'data: {"choices": [{"text": "\xc3\xa9"}]}\n\ndata: [DONE]\n\n'
@@ -172,13 +173,12 @@ async def test_what_decode_does_not_take_is_released_on_prefill(front: Front, ho
         else:
             front.decode.hold.clear()
         asking = asyncio.create_task(front.client.post("/v1/completions", json={"prompt": ["a", "b"]}))
-        await eventually(lambda: front.prefill.requests)
         if how == "left":
-            await eventually(lambda: front.decode.requests)
+            await eventually(lambda: front.prefill.requests and front.decode.requests)
             asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await eventually(lambda: len(cancels) == 2)
-    named = front.prefill.requests[0][1]["kv_transfer_params"]["transfer_id"]
+    named = cancels[0].transfer_id  # type: ignore[attr-defined]
     assert [(each.transfer_id, each.sink_engine, each.release) for each in cancels if isinstance(each, Cancel)] == [
         (named, "D", True),
         (f"{named}#0.1", "D", True),
@@ -264,7 +264,8 @@ async def test_health_and_models(front: Front) -> None:
 async def test_without_engines_it_says_so() -> None:
     node = Node(MemoryBus(MemoryBroker()), Subjects("default"), name="router", membership=Membership())
     async with TestClient(TestServer(Router(node).app())) as client:
-        assert (await client.get("/health")).status == 503
+        assert (await client.get("/health")).status == 200
+        assert (await client.get("/ready")).status == 503
         assert (await client.get("/v1/models")).status == 503
         answer = await client.post("/v1/completions", json={"model": "m"})
         assert answer.status == 503

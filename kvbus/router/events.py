@@ -1,0 +1,86 @@
+"""Server-sent events of a stream of tokens: where the first token is, and where a line ends. Pure.
+
+An engine opens its stream, and may say who speaks, before it has a token; and what goes wrong from then on it says in
+an event, under status 200.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+MAX_HEAD_BYTES = 1 << 20
+_NOT_A_TOKEN = ("role", "refusal")
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """No token yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """From here on the client has something that cannot be taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The engine says in the stream that it failed."""
+
+    status: int
+    message: str
+    body: bytes
+
+
+def look(head: bytes) -> Nothing | Token | Failure:
+    """What a stream's beginning holds. What is not understood counts as a token: it is not kept from the client."""
+    if len(head) > MAX_HEAD_BYTES:
+        return Token()
+    for line in head[: head.rfind(b"\n") + 1].splitlines():
+        name, _, value = line.partition(b":")
+        if name != b"data":
+            continue  # a comment, a blank line, an event's name
+        try:
+            event = json.loads(value)
+        except ValueError:
+            return Token()
+        found = _look_at(event)
+        if not isinstance(found, Nothing):
+            return found
+    return Nothing()
+
+
+def _look_at(event: Any) -> Nothing | Token | Failure:
+    if not isinstance(event, dict):
+        return Token()
+    error = event.get("error")
+    if isinstance(error, dict):
+        code = error.get("code")
+        return Failure(
+            code if type(code) is int and 400 <= code < 600 else 500,
+            str(error.get("message", "")),
+            json.dumps(event).encode(),
+        )
+    choices = event.get("choices")
+    if not isinstance(choices, list) or any(_has_content(choice) for choice in choices):
+        return Token()
+    return Nothing() if choices else Token()
+
+
+def _has_content(choice: Any) -> bool:
+    if not isinstance(choice, dict) or choice.get("finish_reason") or choice.get("text") or choice.get("token_ids"):
+        return True
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and any(value for key, value in delta.items() if key not in _NOT_A_TOKEN)
+
+
+def whole_lines(held: bytes) -> tuple[bytes, bytes]:
+    """What of a stream may be passed on now, and what not: half a line of an engine that then dies is no event."""
+    end = held.rfind(b"\n") + 1
+    return held[:end], held[end:]
+
+
+def error_event(body: bytes) -> bytes:
+    """An error in the middle of a stream; OpenAI's clients raise it."""
+    return b"\ndata: " + body + b"\n\n"

@@ -1,0 +1,343 @@
+"""One request's way through the engines, and who takes over when one is lost. Pure.
+
+The one rule: until the first token is out any engine may be lost and the client sees only a later token; from then on
+nothing is sent a second time. :meth:`Flight.apply` alone changes a flight; what comes too late changes nothing.
+
+A prefill engine that is lost is replaced under the next attempt, which the decode engine must agree to (it may have
+the KV already). A decode engine that is lost is replaced without a second prefill: the prefill engine keeps the KV
+until the first token is out. Called by :class:`kvbus.router.serving.Serving` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvbus.messages import FIRST_ATTEMPT, Heartbeat
+from kvbus.router.answers import Answer
+from kvbus.router.choose import Key, key_of
+
+MAX_TAKEOVERS = 3
+TAKEOVER_S = 5.0
+
+
+class Options(Protocol):
+    """Which engines there are now; see :class:`kvbus.router.choose.Choice`."""
+
+    def source(self, sink: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
+
+    def sink(self, source: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
+
+
+# Events
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAnswered:
+    """The prefill leg sent under ``attempt`` is done."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRefused:
+    """The prefill engine says that the request is wrong."""
+
+    attempt: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLost:
+    """The prefill leg will not be done."""
+
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class SinkAnswered:
+    """The decode leg sent under ``attempt`` has its first token, or its whole answer."""
+
+    attempt: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class SinkLost:
+    """The decode leg ended without a token; ``answer`` if the engine still said something."""
+
+    attempt: int
+    why: str
+    answer: Answer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RebindAnswered:
+    """The decode engine's word on ``attempt``; ``refused`` is why not."""
+
+    attempt: int
+    refused: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLeft:
+    engine: str
+    incarnation: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictDue:
+    """The decode engine had its time to refuse in its own words what the prefill engine refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLeft:
+    """Or the answer broke off: nobody takes what is still to come."""
+
+
+Event = (
+    SourceAnswered
+    | SourceRefused
+    | SourceLost
+    | SinkAnswered
+    | SinkLost
+    | RebindAnswered
+    | EngineLeft
+    | VerdictDue
+    | ClientLeft
+)
+
+
+# Effects
+
+
+@dataclass(frozen=True, slots=True)
+class SendPrefill:
+    source: Heartbeat
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendDecode:
+    """In place of any decode leg before. Without a source, ``sink`` gets the client's request as it is."""
+
+    sink: Heartbeat
+    source: Heartbeat | None
+    attempt: int
+    takeover_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AskRebind:
+    """In place of any question before. Without a source, ``sink`` shall wait no longer."""
+
+    sink: Heartbeat
+    source: Heartbeat | None
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Nobody takes what ``source`` has under ``attempt``."""
+
+    source: Heartbeat
+    sink: Heartbeat
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitVerdict:
+    """Apply :class:`VerdictDue` in a moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class TookOver:
+    """To count and to log. ``kind`` is the role of the engine that was lost."""
+
+    kind: str
+    lost: str
+    instead: str
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassOn:
+    """The client gets the decode leg's answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The client gets this answer of an engine."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """No engine is left to ask."""
+
+    engine: str
+    why: str
+
+
+Effect = SendPrefill | SendDecode | AskRebind | Release | AwaitVerdict | TookOver | PassOn | Refuse | Fail
+
+
+class _Prefill(Enum):
+    NONE = "nobody computes it but decode"
+    ASKING = "decode is asked to take it from another engine"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Flight:
+    """See the module's docstring.
+
+    Args:
+        source: None if ``sink`` computes the prompt itself.
+        max_takeovers: bound on engines lost in one request, of either kind.
+        takeover_s: how long a decode engine shall wait for another prefill engine, seconds.
+    """
+
+    source: Heartbeat | None
+    sink: Heartbeat
+    max_takeovers: int = MAX_TAKEOVERS
+    takeover_s: float = TAKEOVER_S
+    attempt: int = FIRST_ATTEMPT
+    over: bool = False
+    _prefill: _Prefill = _Prefill.NONE
+    _prefill_leg: int = FIRST_ATTEMPT  # the attempt under which each leg was sent
+    _decode_leg: int = FIRST_ATTEMPT
+    _takeovers: int = 0
+    _waits_s: float = 0.0  # what the decode engine was told
+    _refusal: Answer | None = None
+    _lost: set[Key] = field(default_factory=set)
+
+    def begin(self, options: Options) -> list[Effect]:
+        """Both legs go out at once."""
+        effects: list[Effect] = []
+        if self.source is not None:
+            self._prefill = _Prefill.RUNNING
+            effects.append(SendPrefill(self.source, self.attempt))
+        return [*effects, self._send_decode(options)]
+
+    def apply(self, event: Event, options: Options) -> list[Effect]:
+        """Apply one event."""
+        if self.over and not isinstance(event, ClientLeft):
+            return []
+        match event:
+            case SourceAnswered(attempt):
+                if self._prefill is _Prefill.RUNNING and attempt == self._prefill_leg:
+                    self._prefill = _Prefill.DONE
+                return []
+            case SourceRefused(attempt, answer):
+                if self._prefill is not _Prefill.RUNNING or attempt != self._prefill_leg:
+                    return []
+                self._refusal = answer
+                return [AwaitVerdict()]
+            case SourceLost(attempt, why):
+                current = self._prefill is _Prefill.RUNNING and attempt == self._prefill_leg
+                return self._lose_source(why, options) if current else []
+            case SinkAnswered(attempt, status):
+                return self._answered(status) if attempt == self._decode_leg else []
+            case SinkLost(attempt, why, answer):
+                return self._lose_sink(why, answer, options) if attempt == self._decode_leg else []
+            case RebindAnswered(attempt, refused):
+                return self._rebound(attempt, refused)
+            case EngineLeft(engine, incarnation, why):
+                return self._leave((engine, incarnation), why, options)
+            case VerdictDue():
+                return self._refuse() if self._refusal is not None else []
+            case ClientLeft():
+                self.over = True
+                return self._release()
+
+    def _answered(self, status: int) -> list[Effect]:
+        self.over = True
+        return [*(self._release() if status >= 400 else []), PassOn()]
+
+    def _refuse(self) -> list[Effect]:
+        assert self._refusal is not None
+        self.over = True
+        return [*self._release(), Refuse(self._refusal)]
+
+    def _leave(self, gone: Key, why: str, options: Options) -> list[Effect]:
+        if gone == key_of(self.sink):
+            return self._lose_sink(why, None, options)
+        if self.source is not None and gone == key_of(self.source) and self._refusal is None:
+            return self._lose_source(why, options)
+        return []
+
+    def _lose_source(self, why: str, options: Options) -> list[Effect]:
+        lost, effects = self.source, self._release()
+        assert lost is not None
+        self._lost.add(key_of(lost))
+        self.source = options.source(self.sink, frozenset(self._lost)) if self._may_take_over else None
+        if self.source is None:
+            self._prefill = _Prefill.NONE
+            if not self._waits_s:
+                return effects
+        else:
+            self._prefill = _Prefill.ASKING
+            self._takeovers += 1
+        self.attempt += 1
+        instead = self.source.engine if self.source is not None else self.sink.engine
+        took_over = TookOver("prefill", lost.engine, instead, self.attempt, why)
+        return [*effects, AskRebind(self.sink, self.source, self.attempt), took_over]
+
+    def _rebound(self, attempt: int, refused: str) -> list[Effect]:
+        if self._prefill is not _Prefill.ASKING or attempt != self.attempt or self.source is None:
+            return []
+        if refused:  # it has the KV, or computes it
+            self.source, self._prefill = None, _Prefill.NONE
+            return []
+        self._prefill, self._prefill_leg = _Prefill.RUNNING, attempt
+        return [SendPrefill(self.source, attempt)]
+
+    def _lose_sink(self, why: str, answer: Answer | None, options: Options) -> list[Effect]:
+        lost = self.sink
+        self._lost.add(key_of(lost))
+        if self._refusal is not None:
+            return self._refuse()
+        has_kv = self._prefill in (_Prefill.RUNNING, _Prefill.DONE)
+        kept = self.source if has_kv else None
+        sink = options.sink(kept, frozenset(self._lost)) if self._may_take_over else None
+        effects: list[Effect] = []
+        if sink is None and kept is not None and self._may_take_over:  # others do not fit this prefill engine
+            sink, kept, effects = options.sink(None, frozenset(self._lost)), None, self._release()
+        if sink is None:
+            self.over = True
+            return [*self._release(), Refuse(answer) if answer is not None else Fail(lost.engine, why)]
+        self.attempt += 1
+        self._takeovers += 1
+        self.sink = sink
+        effects.append(TookOver("decode", lost.engine, sink.engine, self.attempt, why))
+        if kept is None:
+            self.source = options.source(sink, frozenset(self._lost))
+            self._prefill, self._prefill_leg = _Prefill.NONE, self.attempt
+            if self.source is not None:
+                self._prefill = _Prefill.RUNNING
+                effects.append(SendPrefill(self.source, self.attempt))
+        return [*effects, self._send_decode(options)]
+
+    def _send_decode(self, options: Options) -> SendDecode:
+        self._decode_leg = self.attempt
+        self._waits_s = 0.0
+        # With its prefill done the KV is there, or was given back after a first token that nobody saw: then to wait for
+        # another prefill engine is in vain.
+        if self.source is not None and self._prefill is _Prefill.RUNNING:
+            others = options.source(self.sink, frozenset(self._lost | {key_of(self.source)}))
+            self._waits_s = self.takeover_s if others is not None else 0.0
+        return SendDecode(self.sink, self.source, self.attempt, self._waits_s)
+
+    def _release(self) -> list[Effect]:
+        return [Release(self.source, self.sink, self.attempt)] if self.source is not None else []
+
+    @property
+    def _may_take_over(self) -> bool:
+        return self._takeovers < self.max_takeovers

@@ -1,0 +1,102 @@
+"""The router's own Prometheus metrics. Labels are few and bounded: no request ids, no client's words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvbus.membership import Membership
+
+TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Engines(Collector):
+    """Engines by role and state, read when asked for."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    def collect(self) -> Iterable[Any]:
+        family = GaugeMetricFamily("kvbus_router_engines", "Engines on the bus.", labels=["role", "state"])
+        counts: dict[tuple[str, str], int] = {}
+        for peer in self._membership.peers():
+            key = (peer.role.value, peer.state.value)
+            counts[key] = counts.get(key, 0) + 1
+        for labels, count in sorted(counts.items()):
+            family.add_metric(list(labels), count)
+        yield family
+
+
+class Meters:
+    """One registry of its own. Lives in one event loop."""
+
+    def __init__(self, membership: Membership) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "kvbus_router_requests",
+            "Requests by what became of them: ok, client_error, server_error, overloaded, client_left, broken (the "
+            "engine was lost in the middle of a stream that had begun well, and was counted as ok).",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self._ttft = Histogram(
+            "kvbus_router_ttft_seconds",
+            "From a streaming request's arrival to the first token that the router passes on.",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._whole = Histogram(
+            "kvbus_router_answer_seconds",
+            "From the arrival of a request that is not streamed to its answer.",
+            buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._takeovers = Counter(
+            "kvbus_router_takeovers",
+            "Engines that were lost in a request before its first token, by their role.",
+            ["lost"],
+            registry=self.registry,
+        )
+        self._in_flight = Gauge("kvbus_router_in_flight", "Requests at the engines.", registry=self.registry)
+        self._queued = Gauge("kvbus_router_queue_length", "Requests that wait in the router.", registry=self.registry)
+        self.registry.register(_Engines(membership))
+
+    def watch(self, in_flight: Callable[[], float], queued: Callable[[], float]) -> None:
+        """Read these two whenever asked."""
+        self._in_flight.set_function(in_flight)
+        self._queued.set_function(queued)
+
+    def answered(self, status: int, after_s: float, *, stream: bool) -> None:
+        """The first byte of an answer goes to the client."""
+        self._requests.labels(_outcome(status)).inc()
+        if status < 400:
+            (self._ttft if stream else self._whole).observe(after_s)
+
+    def refused(self, status: int) -> None:
+        """The router answers itself."""
+        self._requests.labels(_outcome(status)).inc()
+
+    def broken(self) -> None:
+        self._requests.labels("broken").inc()
+
+    def client_left(self) -> None:
+        self._requests.labels("client_left").inc()
+
+    def took_over(self, kind: str) -> None:
+        self._takeovers.labels(kind).inc()
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+def _outcome(status: int) -> str:
+    if status in (429, 503):
+        return "overloaded"
+    if status >= 500:
+        return "server_error"
+    return "client_error" if status >= 400 else "ok"

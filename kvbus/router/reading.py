@@ -1,0 +1,54 @@
+"""Reads a client's request, or says what is wrong with it. What only the model knows is left to the engines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from aiohttp import web
+
+from kvbus.router.answers import INVALID, Answer, error
+
+
+class BadRequestError(Exception):
+    """``answer`` names what is wrong and what is allowed."""
+
+    def __init__(self, answer: Answer, *, close: bool = False) -> None:
+        self.answer, self.close = answer, close
+        super().__init__(f"status {answer.status}")
+
+
+async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -> dict[str, Any]:
+    """The JSON object in a request.
+
+    Raises:
+        BadRequestError: there is none; ``close`` if the connection must end, since the rest is still to come.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            content = await request.read()
+    except TimeoutError:
+        message = f"the body did not arrive within {timeout_s:g} s"
+        raise BadRequestError(error(408, message, INVALID), close=True) from None
+    except web.HTTPRequestEntityTooLarge:
+        message = f"the body is larger than the {max_body_mib} MiB that are allowed"
+        raise BadRequestError(error(413, message, INVALID), close=True) from None
+    return parse(content)
+
+
+def parse(content: bytes) -> dict[str, Any]:
+    """Likewise, of a whole body."""
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as failure:
+        why = failure if isinstance(failure, ValueError) else "it is nested too deeply"
+        raise BadRequestError(error(400, f"the body is not JSON: {why}", INVALID)) from None
+    if not isinstance(body, dict):
+        message = f"the body is not a JSON object but {type(body).__name__}"
+        raise BadRequestError(error(400, message, INVALID))
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        message = f"model: {model!r:.80} is not allowed; allowed: the name of a model, as text"
+        raise BadRequestError(error(400, message, INVALID, "model"))
+    return body

@@ -1,0 +1,32 @@
+"""The router's own limits; what is not here is not configurable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from kvbus.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """See ``kvbus router --help``. Seconds and MiB.
+
+    Raises:
+        ConfigError: a value is not positive.
+    """
+
+    max_in_flight: int = 512
+    max_queue: int = 1024
+    max_wait_s: float = 30.0
+    body_timeout_s: float = 60.0
+    max_body_mib: int = 32
+    max_takeovers: int = 3
+    takeover_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        may_be_zero = ("max_queue", "max_takeovers", "takeover_s")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value < 0 or (value == 0 and field.name not in may_be_zero):
+                allowed = "zero or more" if field.name in may_be_zero else "more than zero"
+                raise ConfigError(field.name, value, allowed)

@@ -1,0 +1,247 @@
+"""Taking over: a request's way through engines that are lost, one event at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from itertools import pairwise, product
+from random import Random
+
+import pytest
+
+from kvbus.messages import Heartbeat, Role, State
+from kvbus.router.answers import Answer
+from kvbus.router.choose import Key, fit, key_of
+from kvbus.router.flight import (
+    AskRebind,
+    AwaitVerdict,
+    ClientLeft,
+    Effect,
+    EngineLeft,
+    Event,
+    Fail,
+    Flight,
+    PassOn,
+    RebindAnswered,
+    Refuse,
+    Release,
+    SendDecode,
+    SendPrefill,
+    SinkAnswered,
+    SinkLost,
+    SourceAnswered,
+    SourceLost,
+    SourceRefused,
+    TookOver,
+    VerdictDue,
+)
+
+P = Heartbeat("P", 1, 1, Role.PREFILL, State.READY, 1, "m", "h:1")
+Q, R = replace(P, engine="Q"), replace(P, engine="R")
+D = replace(P, engine="D", role=Role.DECODE)
+E, F = replace(D, engine="E"), replace(D, engine="F")
+NO = Answer(400, b"too long")
+
+
+class Engines:
+    """Takes the first that fits."""
+
+    def __init__(self, *engines: Heartbeat) -> None:
+        self.engines = list(engines)
+
+    def source(self, sink: Heartbeat | None, without: Collection[Key]) -> Heartbeat | None:
+        found = (
+            each
+            for each in self.engines
+            if each.role.prefills and key_of(each) not in without and (sink is None or fit(each, sink))
+        )
+        return next(found, None)
+
+    def sink(self, source: Heartbeat | None, without: Collection[Key]) -> Heartbeat | None:
+        found = (
+            each
+            for each in self.engines
+            if each.role.decodes and key_of(each) not in without and (source is None or fit(source, each))
+        )
+        return next(found, None)
+
+
+ALL = Engines(P, Q, R, D, E, F)
+PAIR = Engines(P, D)
+
+
+def begun(engines: Engines = ALL, **limits: int) -> Flight:
+    flight = Flight(P, D, **limits)
+    waits_s = 5.0 if engines is ALL else 0.0
+    assert flight.begin(engines) == [SendPrefill(P, 1), SendDecode(D, P, 1, waits_s)]
+    return flight
+
+
+def test_nothing_is_lost() -> None:
+    flight = begun()
+    assert flight.apply(SourceAnswered(1), ALL) == []
+    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
+    assert flight.over
+    for late in (SinkLost(1, "x"), SourceLost(1, "x"), EngineLeft("D", 1, "x"), VerdictDue()):
+        assert flight.apply(late, ALL) == [], "nothing is sent twice once a token is out"
+
+
+@pytest.mark.parametrize("how", ["refused", "left"])
+def test_a_lost_prefill_engine_is_replaced_when_decode_agrees(how: str) -> None:
+    flight = begun()
+    lost: Event = SourceLost(1, "gone") if how == "refused" else EngineLeft("P", 1, "gone")
+    assert flight.apply(lost, ALL) == [
+        Release(P, D, 1),
+        AskRebind(D, Q, 2),
+        TookOver("prefill", "P", "Q", 2, "gone"),
+    ]
+    assert flight.apply(lost, ALL) == [], "both may be said"
+    assert flight.apply(RebindAnswered(1, ""), ALL) == []
+    assert flight.apply(RebindAnswered(2, ""), ALL) == [SendPrefill(Q, 2)]
+    assert flight.apply(SourceAnswered(2), ALL) == []
+    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
+
+
+def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
+    flight = begun()
+    flight.apply(SourceAnswered(1), ALL)
+    assert AskRebind(D, Q, 2) in flight.apply(EngineLeft("P", 1, "gone"), ALL)
+    assert flight.apply(RebindAnswered(2, "its KV is here"), ALL) == []
+    assert flight.source is None
+    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
+
+
+def test_without_another_prefill_engine_decode_computes_it() -> None:
+    flight = begun(PAIR)
+    assert flight.apply(SourceLost(1, "gone"), PAIR) == [Release(P, D, 1)], "it was told not to wait"
+    assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
+
+
+def test_a_decode_engine_that_waits_in_vain_is_told() -> None:
+    flight = begun()
+    assert flight.apply(SourceLost(1, "gone"), PAIR) == [
+        Release(P, D, 1),
+        AskRebind(D, None, 2),
+        TookOver("prefill", "P", "D", 2, "gone"),
+    ]
+    assert flight.apply(RebindAnswered(2, ""), PAIR) == []
+
+
+def test_the_next_prefill_engine_may_be_lost_too_before_decode_has_agreed() -> None:
+    flight = begun()
+    flight.apply(SourceLost(1, "gone"), ALL)
+    assert AskRebind(D, R, 3) in flight.apply(EngineLeft("Q", 1, "gone"), ALL)
+    assert flight.apply(RebindAnswered(2, ""), ALL) == []
+    assert flight.apply(RebindAnswered(3, ""), ALL) == [SendPrefill(R, 3)]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_lost_decode_engine_is_replaced_without_a_second_prefill(done: bool) -> None:
+    flight = begun()
+    if done:
+        flight.apply(SourceAnswered(1), ALL)
+    waits_s = 0.0 if done else 5.0
+    assert flight.apply(SinkLost(1, "reset"), ALL) == [
+        TookOver("decode", "D", "E", 2, "reset"),
+        SendDecode(E, P, 2, waits_s),
+    ]
+    assert flight.apply(SinkAnswered(1, 200), ALL) == [], "of the old leg"
+    assert flight.apply(SourceAnswered(1), ALL) == [], "of the only prefill leg"
+    assert flight.apply(ClientLeft(), ALL) == [Release(P, E, 2)], "the right attempt is named"
+
+
+def test_both_are_lost() -> None:
+    flight = begun()
+    flight.apply(SourceLost(1, "gone"), ALL)
+    assert flight.apply(EngineLeft("D", 1, "gone"), ALL) == [
+        TookOver("decode", "D", "E", 3, "gone"),
+        SendPrefill(Q, 3),
+        SendDecode(E, Q, 3, 5.0),
+    ]
+    assert flight.apply(RebindAnswered(2, ""), ALL) == []
+    assert flight.apply(SourceAnswered(3), ALL) == []
+    assert flight.apply(SinkAnswered(3, 200), ALL) == [PassOn()]
+
+
+def test_a_decode_engine_that_does_not_fit_this_prefill_engine_gets_another_one() -> None:
+    other_q, other_e = (replace(each, compat=(("dtype", "b"),)) for each in (Q, E))
+    engines = Engines(P, other_q, D, other_e)
+    flight = Flight(P, D)
+    flight.begin(engines)
+    assert flight.apply(SinkLost(1, "gone"), engines) == [
+        Release(P, D, 1),
+        TookOver("decode", "D", "E", 2, "gone"),
+        SendPrefill(other_q, 2),
+        SendDecode(other_e, other_q, 2, 0.0),
+    ]
+
+
+def test_the_number_of_takeovers_is_bounded() -> None:
+    flight = begun(max_takeovers=2)
+    assert SendDecode(E, P, 2, 5.0) in flight.apply(SinkLost(1, "a"), ALL)
+    assert SendDecode(F, P, 3, 5.0) in flight.apply(SinkLost(2, "b"), ALL)
+    assert flight.apply(SinkLost(3, "c"), Engines(*ALL.engines, replace(D, engine="G"))) == [
+        Release(P, F, 3),
+        Fail("F", "c"),
+    ]
+
+
+def test_the_last_decode_engines_own_words_reach_the_client() -> None:
+    broken = Answer(500, b"no")
+    assert begun(PAIR).apply(SinkLost(1, "status 500", broken), PAIR) == [Release(P, D, 1), Refuse(broken)]
+
+
+def test_what_prefill_refuses_decode_may_refuse_in_its_own_words() -> None:
+    """H4."""
+    flight = begun()
+    assert flight.apply(SourceRefused(1, NO), ALL) == [AwaitVerdict()]
+    assert flight.apply(SinkAnswered(1, 400), ALL) == [Release(P, D, 1), PassOn()]
+    for event in (VerdictDue(), SinkLost(1, "reset")):
+        flight = begun()
+        flight.apply(SourceRefused(1, NO), ALL)
+        assert flight.apply(event, ALL) == [Release(P, D, 1), Refuse(NO)]
+        assert flight.apply(SinkAnswered(1, 200), ALL) == []
+
+
+def test_what_decode_refuses_is_released() -> None:
+    assert begun().apply(SinkAnswered(1, 422), ALL) == [Release(P, D, 1), PassOn()]
+
+
+EVENTS: list[Event] = [
+    *(SourceAnswered(attempt) for attempt in range(1, 5)),
+    *(SourceLost(attempt, "x") for attempt in range(1, 5)),
+    *(SinkLost(attempt, "x") for attempt in range(1, 5)),
+    *(SinkAnswered(attempt, status) for attempt, status in product(range(1, 5), (200, 400))),
+    *(RebindAnswered(attempt, why) for attempt, why in product(range(2, 5), ("", "its KV is here"))),
+    *(EngineLeft(each, 1, "x") for each in "PQRDEF"),
+    SourceRefused(1, NO),
+    SourceRefused(2, NO),
+    VerdictDue(),
+]
+
+
+def walks() -> Iterator[list[Event]]:
+    for seed in range(2000):
+        chance = Random(seed)
+        yield [chance.choice(EVENTS) for _ in range(25)]
+
+
+def test_whatever_happens_in_whatever_order() -> None:
+    """Attempts rise, no decode leg is sent once one was passed on, the bound holds, and there is one outcome."""
+    for events in walks():
+        flight = Flight(P, D)
+        effects: list[Effect] = flight.begin(ALL)
+        for event in events:
+            effects += flight.apply(event, ALL)
+        outcomes = [each for each in effects if isinstance(each, PassOn | Refuse | Fail)]
+        assert len(outcomes) == flight.over
+        if outcomes:
+            assert effects[-1] is outcomes[0]
+        attempts = [each.attempt for each in effects if isinstance(each, SendDecode)]
+        assert attempts == sorted(set(attempts))
+        named = [each.attempt for each in effects if not isinstance(each, PassOn | Refuse | Fail | AwaitVerdict)]
+        assert all(later >= earlier for earlier, later in pairwise(named))
+        moved = sum(isinstance(each, TookOver) and (each.kind == "decode" or each.instead in "PQR") for each in effects)
+        assert moved <= 3
+        sent = [(each.sink.engine, each.attempt) for each in effects if isinstance(each, SendDecode)]
+        assert len({engine for engine, _ in sent}) == len(sent), "no lost engine is asked again"

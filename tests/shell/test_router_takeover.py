@@ -1,0 +1,253 @@
+"""Taking over, over HTTP: engines die before, in and after the first token, and what the client sees of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from support.fronts import END, ROLE_EVENT, TOKEN_EVENT, FakeApi, Front, fronted
+from support.waiting import eventually
+
+from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, NOBODY, PREFILL_HEADER
+from kvbus.router.settings import Settings
+
+
+def first_asked(front: Front, *names: str) -> FakeApi | None:
+    return next((front[name] for name in names if front[name].requests), None)
+
+
+async def asked(front: Front, *names: str) -> tuple[FakeApi, FakeApi]:
+    """The one of two engines that got the request, and the other one."""
+    await eventually(lambda: first_asked(front, *names))
+    one = first_asked(front, *names)
+    assert one is not None
+    return one, next(front[name] for name in names if name != one.name)
+
+
+def hold(front: Front, names: str) -> None:
+    for name in names:
+        front[name].hold.clear()
+
+
+@pytest.mark.parametrize("how", ["killed", "status 503", "left"])
+async def test_another_prefill_engine_takes_over(how: str) -> None:
+    async with fronted("P", "Q", "D") as front:
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await eventually(lambda: front["D"].requests)
+        if how == "killed":
+            lost.die()
+        elif how == "left":
+            await front.leave(lost.name)
+        else:
+            lost.status = 503
+            lost.hold.set()
+        await eventually(lambda: other.requests)
+        other.hold.set()
+        front["D"].hold.set()
+        answer = await asking
+        assert (answer.status, answer.text) == (200, '{"ok": true}')
+        assert (answer.headers[PREFILL_HEADER], answer.headers[ATTEMPT_HEADER]) == (other.name, "2")
+        [decode], [first], [second] = front["D"].params, lost.params, other.params
+        assert first["transfer_id"] == second["transfer_id"] == decode["transfer_id"]
+        assert (decode["attempt"], decode["takeover_s"], decode["prefill_engine_id"]) == (1, 5.0, lost.name)
+        assert [(each.transfer_id, each.attempt, each.source_engine) for each in front.rebinds] == [
+            (decode["transfer_id"], 2, other.name)
+        ]
+        assert {(each.attempt, each.sink_engine) for each in front.cancels} == {(1, "D")}, "what the lost one may have"
+        assert await front.metric('kvbus_router_takeovers_total{lost="prefill"}') == 1
+
+
+async def test_the_question_is_asked_again_while_the_decode_leg_is_on_its_way() -> None:
+    async with fronted("P", "Q", "D") as front:
+        front.refuse[""] = ["unknown transfer"] * 3
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        lost.die()
+        await eventually(lambda: other.requests)
+        assert len(front.rebinds) == 4
+        front["D"].hold.set()
+        assert (await asking).status == 200
+
+
+async def test_where_decode_has_the_kv_no_second_prefill_is_sent() -> None:
+    async with fronted("P", "Q", "D") as front:
+        front.refuse[""] = ["its KV is here"]
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        lost.die()
+        await eventually(lambda: front.rebinds)
+        front["D"].hold.set()
+        assert (await asking).status == 200
+        assert other.requests == []
+
+
+async def test_decode_is_told_when_there_is_nobody_to_wait_for() -> None:
+    async with fronted("P", "Q", "D") as front:
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await front.leave(other.name)
+        lost.die()
+        await eventually(lambda: front.rebinds)
+        assert [(each.attempt, each.source_engine) for each in front.rebinds] == [(2, NOBODY)]
+        front["D"].hold.set()
+        answer = await asking
+        assert answer.status == 200
+        assert PREFILL_HEADER not in answer.headers
+
+
+async def test_a_single_prefill_engine_is_not_waited_for() -> None:
+    async with fronted("P", "D") as front:
+        assert (await front.ask()).status == 200
+        assert front["D"].params[0]["takeover_s"] == 0
+
+
+@pytest.mark.parametrize("how", ["killed", "status 500", "left", "killed in the stream", "error in the stream"])
+async def test_another_decode_engine_takes_over_without_a_second_prefill(how: str) -> None:
+    async with fronted("P", "D", "E") as front:
+        hold(front, "DE")
+        stream = "stream" in how
+        for api in (front["D"], front["E"]):
+            api.stream = [ROLE_EVENT, TOKEN_EVENT, END]
+        asking = front.ask(stream=stream)
+        lost, other = await asked(front, "D", "E")
+        await eventually(lambda: front["P"].requests)
+        if how == "killed":
+            lost.die()
+        elif how == "left":
+            await front.leave(lost.name)
+        elif how == "killed in the stream":
+            lost.hold_rest.clear()
+            lost.hold.set()
+            await asyncio.sleep(0.05)  # who speaks has been said
+            lost.die()
+        elif how == "error in the stream":
+            lost.stream = [ROLE_EVENT, b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n', END]
+            lost.hold.set()
+        else:
+            lost.status = 500
+            lost.hold.set()
+        await eventually(lambda: other.requests)
+        other.hold.set()
+        answer = await asking
+        assert answer.status == 200
+        assert answer.text == ((ROLE_EVENT + TOKEN_EVENT + END).decode() if stream else '{"ok": true}')
+        assert (answer.headers[DECODE_HEADER], answer.headers[ATTEMPT_HEADER]) == (other.name, "2")
+        assert len(front["P"].requests) == 1
+        [first], [second] = lost.params, other.params
+        assert first["transfer_id"] == second["transfer_id"]
+        assert (first["attempt"], second["attempt"], second["prefill_engine_id"]) == (1, 2, "P")
+        assert front.cancels == [], "the KV is needed"
+        assert await front.metric('kvbus_router_takeovers_total{lost="decode"}') == 1
+
+
+async def test_what_took_over_and_is_not_taken_is_released_under_its_attempt() -> None:
+    async with fronted("P", "D", "E") as front:
+        hold(front, "DE")
+        asking = front.ask()
+        lost, other = await asked(front, "D", "E")
+        lost.die()
+        await eventually(lambda: other.requests)
+        asking.cancel()
+        await eventually(lambda: front.cancels)
+        assert [(each.attempt, each.sink_engine, each.release) for each in front.cancels] == [(2, other.name, True)]
+        await eventually(lambda: other.cancelled == 1)
+
+
+async def test_both_engines_are_lost() -> None:
+    async with fronted("P", "Q", "D", "E") as front:
+        hold(front, "PQDE")
+        asking = front.ask()
+        source, other_source = await asked(front, "P", "Q")
+        sink, other_sink = await asked(front, "D", "E")
+        source.die()
+        sink.die()
+        await eventually(lambda: other_source.requests and other_sink.requests)
+        other_source.hold.set()
+        other_sink.hold.set()
+        answer = await asking
+        assert answer.status == 200
+        assert other_sink.params[0]["prefill_engine_id"] == other_source.name
+        assert int(answer.headers[ATTEMPT_HEADER]) == other_sink.params[0]["attempt"] in (2, 3)
+
+
+async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_sent_again() -> None:
+    async with fronted("P", "D", "E") as front:
+        for api in (front["D"], front["E"]):
+            api.stream = [TOKEN_EVENT, TOKEN_EVENT, END]
+            api.hold_rest.clear()
+        answer = await front.client.post("/v1/chat/completions", json={"stream": True})
+        assert await answer.content.readuntil(b"\n\n") == TOKEN_EVENT
+        lost, other = await asked(front, "D", "E")
+        lost.die()
+        rest = await answer.content.read()
+        event = json.loads(rest.strip().removeprefix(b"data: "))
+        assert event["error"]["code"] == 502
+        assert f"decode engine {lost.name} was lost in the middle of its answer" in event["error"]["message"]
+        assert b"[DONE]" not in rest
+        assert other.requests == []
+        await eventually(lambda: front.cancels)
+        assert await front.metric('kvbus_router_requests_total{outcome="broken"}') == 1
+
+
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
+    speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbus.router.serving.SILENCE_S", 5.0 if speaks else 0.1)
+    async with fronted("P", "D") as front:
+        front["D"].stream = [TOKEN_EVENT, TOKEN_EVENT, END]
+        front["D"].hold_rest.clear()
+        answer = await front.client.post("/v1/chat/completions", json={"stream": True})
+        await answer.content.readuntil(b"\n\n")
+        await front.leave("D")
+        if speaks:
+            front["D"].hold_rest.set()
+        rest = await answer.content.read()
+        assert rest == TOKEN_EVENT + END if speaks else b"error" in rest
+        front["D"].hold_rest.set()
+
+
+async def test_the_bound_on_takeovers() -> None:
+    async with fronted("P", "D", "E", "F", settings=Settings(max_takeovers=1)) as front:
+        for name in "DEF":
+            front[name].dead = True
+        answer = await front.ask()
+        assert answer.status == 502
+        assert "decode engine" in json.loads(answer.text)["error"]["message"]
+        assert sum(len(front[name].requests) for name in "DEF") == 2
+
+
+async def test_the_last_engines_own_error_reaches_the_client() -> None:
+    """C7."""
+    async with fronted("P", "D") as front:
+        front["D"].stream = [ROLE_EVENT, b'data: {"error": {"message": "KV load failed", "code": 500}}\n\n', END]
+        answer = await front.ask(stream=True)
+        assert (answer.status, json.loads(answer.text)["error"]["message"]) == (500, "KV load failed")
+
+
+async def test_who_asks_for_the_prompts_logprobs_is_served_by_decode_alone() -> None:
+    async with fronted("P", "D") as front:
+        assert (await front.ask(prompt_logprobs=1)).status == 200
+        assert front["P"].requests == []
+        assert front["D"].requests[0][1] == {"model": "m", "prompt_logprobs": 1}
+
+
+async def test_a_dead_engine_is_asked_once_until_it_is_heard_again() -> None:
+    async with fronted("P", "D", "E") as front:
+        front["D"].dead = True
+        answers: list[Any] = [await front.ask(user=str(number)) for number in range(12)]
+        assert {answer.status for answer in answers} == {200}
+        assert len(front["D"].requests) == 1
+        front["D"].dead = False
+        front.beat("D", 2)
+        await eventually(lambda: front.node.membership["D"].number == 2)
+        for number in range(12):
+            await front.ask(user=str(number))
+        assert len(front["D"].requests) > 1

@@ -1,0 +1,175 @@
+"""A router between a client and fake engines, which are HTTP servers, heartbeats, and answers to rebinds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from kvbus.bus import Bus
+from kvbus.membership import Membership
+from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.messages import Bye, Cancel, Heartbeat, Rebind, RebindReply, Role, State, decode, encode
+from kvbus.node import Node
+from kvbus.router.app import Router
+from kvbus.router.settings import Settings
+from kvbus.subjects import Subjects
+from support.waiting import eventually
+
+SUBJECTS = Subjects("default")
+ROLE_EVENT = b'data: {"choices":[{"delta":{"role":"assistant","content":""}}]}\n\n'
+TOKEN_EVENT = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+END = b"data: [DONE]\n\n"
+
+
+class FakeApi:
+    """An engine's HTTP API that answers as it is told.
+
+    ``hold`` is waited for before the answer, ``hold_rest`` after the first event of a stream. ``die`` breaks off
+    whatever is being answered, as a killed process does, and whatever comes later.
+    """
+
+    def __init__(self, name: str = "?") -> None:
+        self.name = name
+        self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.status, self.body = 200, b'{"ok": true}'
+        self.stream: list[bytes] = []
+        self.hold, self.hold_rest = asyncio.Event(), asyncio.Event()
+        self.hold.set()
+        self.hold_rest.set()
+        self.cancelled = 0
+        self.dead = False
+        self._transports: set[Any] = set()
+        self.server = TestServer(self._app())
+
+    @property
+    def address(self) -> str:
+        return f"{self.server.host}:{self.server.port}"
+
+    @property
+    def params(self) -> list[dict[str, Any]]:
+        return [body.get("kv_transfer_params", {}) for _, body, _ in self.requests]
+
+    def die(self) -> None:
+        self.dead = True
+        for transport in list(self._transports):
+            transport.abort()
+
+    def _app(self) -> web.Application:
+        app = web.Application(client_max_size=64 << 20)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            app.router.add_post(path, self._serve)
+        app.router.add_get("/v1/models", self._models)
+        return app
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": self.name}]})
+
+    async def _serve(self, request: web.Request) -> web.StreamResponse:
+        headers = {key.lower(): value for key, value in request.headers.items()}
+        self.requests.append((request.path, await request.json(), headers))
+        self._transports.add(request.transport)
+        try:
+            if self.dead:
+                self.die()
+            return await self._answer(request)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self._transports.discard(request.transport)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if not self.stream or self.status != 200 or not self.requests[-1][1].get("stream"):
+            await self.hold.wait()
+            return web.Response(status=self.status, body=self.body, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        await self.hold.wait()
+        for number, event in enumerate(self.stream):
+            await response.write(event)
+            if number == 0:
+                await self.hold_rest.wait()
+        return response
+
+
+class Front:
+    """The client's side, and everybody's."""
+
+    def __init__(self, broker: MemoryBroker, node: Node, client: TestClient[Any, Any]) -> None:
+        self.broker, self.node, self.client = broker, node, client
+        self.apis: dict[str, FakeApi] = {}
+        self.cancels: list[Cancel] = []
+        self.rebinds: list[Rebind] = []
+        self.refuse: dict[str, list[str]] = {}
+
+    def __getitem__(self, name: str) -> FakeApi:
+        return self.apis[name]
+
+    def beat(self, name: str, number: int = 1, **changes: Any) -> None:
+        role = Role.PREFILL if name[0] in "PQR" else Role.DECODE
+        about = {"model": "m", "address": self.apis[name].address, "state": State.READY, **changes}
+        heartbeat = Heartbeat(name, 1, number, role, tp_size=1, **about)
+        self.broker.route(SUBJECTS.heartbeats(role, name), encode(heartbeat))
+
+    async def leave(self, name: str) -> None:
+        self.broker.route(SUBJECTS.bye(name), encode(Bye(name, 1)))
+        await eventually(lambda: self.node.membership.get(name) is None)
+
+    def ask(self, **body: Any) -> asyncio.Task[Any]:
+        """Post a completion; await the task for the answer, with its body read."""
+
+        async def post() -> Any:
+            answer = await self.client.post("/v1/chat/completions", json={"model": "m", **body})
+            answer.text = await answer.text()
+            return answer
+
+        return asyncio.create_task(post())
+
+    async def metric(self, name: str) -> float:
+        """The value of one line of ``/metrics``."""
+        text = await (await self.client.get("/metrics")).text()
+        return next((float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+    async def listen(self, bus: Bus) -> None:
+        """Hear cancels, and answer rebinds with what ``refuse`` says."""
+
+        def on_rebind(_: str, payload: bytes) -> bytes:
+            asked = decode(payload)
+            assert isinstance(asked, Rebind)
+            self.rebinds.append(asked)
+            refusals = self.refuse.get(asked.transfer_id, []) or self.refuse.get("", [])
+            return encode(RebindReply(asked.transfer_id, asked.attempt, refusals.pop(0) if refusals else ""))
+
+        def on_cancel(_: str, payload: bytes) -> None:
+            heard = decode(payload)
+            assert isinstance(heard, Cancel)
+            self.cancels.append(heard)
+
+        await bus.subscribe(SUBJECTS.cancels("*"), on_cancel)
+        for name in self.apis:
+            await bus.serve(SUBJECTS.rebind(name), on_rebind)
+
+
+@asynccontextmanager
+async def fronted(*names: str, settings: Settings | None = None, dead_after_s: float = 60) -> AsyncIterator[Front]:
+    """A router and the engines ``names``: prefill engines begin with P, Q or R, the others decode."""
+    broker = MemoryBroker()
+    node = Node(MemoryBus(broker), SUBJECTS, name="router", membership=Membership(dead_after_s=dead_after_s))
+    async with AsyncExitStack() as stack:
+        front = Front(broker, node, TestClient(TestServer(Router(node, settings).app())))
+        for name in names:
+            api = front.apis[name] = FakeApi(name)
+            await api.server.start_server()
+            stack.push_async_callback(api.server.close)
+        await front.listen(bus := MemoryBus(broker))
+        await stack.enter_async_context(bus)
+        await stack.enter_async_context(front.client)
+        for name in names:
+            front.beat(name)
+        await eventually(lambda: len(node.membership.peers()) == len(names))
+        yield front
