@@ -22,7 +22,6 @@ from kvbus.rank import Item, Rank, RankReport
 from kvbus.registrar import Registrar
 from kvbus.sim.live_bus import FaultyBus
 from kvbus.sim.live_stage import LiveStage
-from kvbus.sim.plane import SimPlane, metadata_of
 from kvbus.sim.played import PlayedPrefill
 from kvbus.sim.played_decode import PlayedDecode
 from kvbus.sim.stage import Scene, Ticket
@@ -106,7 +105,7 @@ class LiveEngine:
         self.node = self._make_node("scheduler")
         self._sink = SinkScheduler(self.node, self._registrar, own.engine, own, Recorder("sim"))
         serve_metadata(
-            self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), metadata_of(own.incarnation))
+            self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), scene.fabric.metadata_of(own.incarnation))
         )
         self.node.present(lambda number: replace(own, number=number) if self.alive else None)
         self.played: PlayedPrefill | PlayedDecode
@@ -162,15 +161,18 @@ class LiveEngine:
 
     def _make_node(self, part: str) -> Node:
         name = f"{self.own.engine}-{self.own.incarnation}-{part}"
-        bus = FaultyBus(self._make_inner(name), self.own.engine, self.scene.weather, self._stage)
-        self._buses.append(bus)
+        bus = self._make_inner(name)
+        if self.scene.weather is not None:
+            faulty = FaultyBus(bus, self.own.engine, self.scene.weather, self._stage)
+            self._buses.append(faulty)
+            bus = faulty
         pace = self.scene.pace
         membership = Membership(dead_after_s=pace.dead_after_s)
         return Node(bus, SUBJECTS, name=name, membership=membership, heartbeat_interval_s=pace.beat_s)
 
     def _make_rank(self, number: int) -> Rank:
         pace, own, driver = self.scene.pace, self.own, self._drivers[number]
-        plane = SimPlane(self._stage, pace, self.scene.fabric, own.engine, number)
+        plane = self.scene.fabric.make_plane(self._stage, pace, own.engine, number)
         plane.on_news = driver.wake
         ears = RankNode(self._nodes[1 + number], own, number, driver.submit, plane.peer_ranks)
         offset = self._stage.chance.uniform(0, 1e6)
