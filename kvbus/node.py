@@ -70,6 +70,7 @@ class Node:
         self._number = 0
         self._once = OncePer()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._setup: list[Callable[[], Any]] = []
@@ -288,19 +289,25 @@ class Node:
         self._arm()
 
     def _arm(self) -> None:
-        """(Re-)arm the one timer. While the bus is away silence proves nothing, so the membership's rests."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """(Re-)arm the one timer. While the bus is away silence proves nothing, so the membership's rests.
+
+        A deadline that has moved away leaves the timer as it is, since that is what nearly every message does: it comes
+        too early, once, and is armed anew.
+        """
         deadlines = [participant.next_deadline() for participant in self._participants]
         if self.bus.connected:
             deadlines.append(self.membership.next_deadline())
         earliest = min((at for at in deadlines if at is not None), default=None)
-        if earliest is not None and self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, earliest - time.monotonic()), self._tick)
+        if earliest is None or self._loop is None or (self._timer is not None and self._timer_at <= earliest):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = earliest
+        self._timer = self._loop.call_later(max(0.0, earliest - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
+        self._timer = None
         try:
             if self.bus.connected:
                 self._tell(self.membership.tick(now))
