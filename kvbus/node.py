@@ -11,14 +11,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from kvbus.bus import Bus
 from kvbus.errors import KVBusError, MessageError, PayloadTooLargeError
 from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
-from kvbus.messages import Bye, Heartbeat, Message, Who, decode, encode
+from kvbus.messages import Bye, Heartbeat, Message, Role, Who, decode, encode
 from kvbus.metrics import Counters, OncePer
 from kvbus.presence import DISCONNECTS, lost_engine
 from kvbus.subjects import Subjects
@@ -48,6 +48,7 @@ class Node:
         name: of the thread, and in log lines.
         membership: told of every heartbeat.
         heartbeat_interval_s: how often :meth:`present` announces, seconds.
+        hears: the roles whose heartbeats are heard; in a large pool every other one is cost without use.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Node:
         name: str,
         membership: Membership,
         heartbeat_interval_s: float = 0.5,
+        hears: Collection[Role] = tuple(Role),
     ) -> None:
         self.bus, self.subjects, self.name, self.membership = bus, subjects, name, membership
         self.counters: Counters = bus.counters
         self._interval_s = heartbeat_interval_s
+        self.hears = frozenset(hears)
         self._participants: list[Participant] = []
         self._peer_watchers: list[Callable[[Change], None]] = []
         self._heartbeat_watchers: list[Callable[[Heartbeat], None]] = []
@@ -196,8 +199,11 @@ class Node:
     async def __aenter__(self) -> Self:
         """Run in the current event loop instead of a thread."""
         self._loop = asyncio.get_running_loop()
-        self.listen(self.subjects.heartbeats("*", "*"), Heartbeat, self._hear)
-        self.listen(self.subjects.bye("*"), Bye, self._hear)
+        roles = ["*"] if self.hears == frozenset(Role) else sorted(self.hears)
+        for role in roles:
+            self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._hear)
+        if roles:
+            self.listen(self.subjects.bye("*"), Bye, self._hear)
         self.listen(self.subjects.who, Who, lambda _: self._announce())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)

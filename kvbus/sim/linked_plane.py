@@ -1,7 +1,7 @@
 """The played memory across processes: a WRITE is a line over a local socket, checked where it lands.
 
-The socket's path travels in the rank's metadata, over the bus, as NIXL's would. What is checked is what the plane within
-one process checks: that the source still owns the blocks it reads, and the sink those that are written.
+The socket's path travels in the rank's metadata, over the bus, as NIXL's addresses do. Checked is what the plane within
+one process checks: that the source still owns the blocks that it reads, and the sink those that are written.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class LinkedFabric(Fabric):
         self._waiting: dict[int, Ended] = {}
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._served: set[asyncio.StreamWriter] = set()
         self.planes: dict[tuple[str, int], LinkedPlane] = {}
 
     def make_plane(self, stage: Stage, pace: Pace, engine: str, rank: int) -> Plane:
@@ -63,9 +64,10 @@ class LinkedFabric(Fabric):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for writer in self._peers.values():
-            writer.close()
         self._server.close()
+        for writer in [*self._peers.values(), *self._served]:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in self._served), return_exceptions=True)
 
     def write(self, path: str, what: dict[str, Any], ended: Ended) -> bool:
         """Send a WRITE; ``ended`` is told of it, with a reason if it failed. False if there is no such process."""
@@ -84,6 +86,7 @@ class LinkedFabric(Fabric):
             self._live_stage.guard(lambda ended=ended, answer=answer: ended(answer["failure"]))  # type: ignore[misc]
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._served.add(writer)
         try:
             while line := await reader.readline():
                 what = json.loads(line)
@@ -92,6 +95,7 @@ class LinkedFabric(Fabric):
         except Violation as violation:
             self._live_stage.fail(violation)
         finally:
+            self._served.discard(writer)
             writer.close()
 
     def _land(self, what: dict[str, Any]) -> str:

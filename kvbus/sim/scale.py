@@ -7,6 +7,7 @@ and the memory that KV is written into. See :mod:`kvbus.sim.scale_group` and :mo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import tempfile
@@ -98,11 +99,13 @@ class Outcome:
     @property
     def achieved_rate(self) -> float:
         """Requests answered through the router, per second."""
-        answered = sum(number for how, number in self.load["how"].items() if not how.startswith(("failed", "not sent")))
+        how: dict[str, int] = self.load["how"]
+        answered = sum(number for what, number in how.items() if not what.startswith(("failed", "not sent")))
         return round(answered / (60 * self.plan.minutes), 1)
 
     def mean(self, name: str) -> float:
-        return round(sum(getattr(each, name) for each in self.samples) / max(1, len(self.samples)), 1)
+        values: list[float] = [getattr(each, name) for each in self.samples]
+        return round(sum(values) / max(1, len(values)), 1)
 
 
 async def run_scale(plan: Scale, logs: Path, say: Say) -> Outcome:
@@ -157,14 +160,12 @@ class _Stage:
         samples: list[Sample] = []
         began, said_at = time.monotonic(), time.monotonic()
         async with aiohttp.ClientSession() as session:
-            await self._look(session, looking, began)
+            sample = await self._look(session, looking, began)
             while self._load.alive:
                 await asyncio.sleep(SAMPLE_S)
                 self._check()
-                if not self._load.alive:
-                    break
-                sample = await self._look(session, looking, began)
-                if plan.warm_s < sample.at_s < plan.warm_s + 60 * plan.minutes:
+                with contextlib.suppress(psutil.Error):  # the load has just ended
+                    sample = await self._look(session, looking, began)
                     samples.append(sample)
                 if time.monotonic() - said_at >= SAY_EVERY_S:
                     said_at = time.monotonic()
@@ -187,7 +188,7 @@ class _Stage:
             dict(sum((Counter({**group.get("bus", {}), **group.get("ranks", {})}) for group in groups), Counter())),
             sum(group.get("leftovers", 0) for group in groups),
             load["errors"],
-            samples,
+            [each for each in samples if plan.warm_s < each.at_s < plan.warm_s + 60 * plan.minutes],
         )
 
     def close(self) -> None:
@@ -262,16 +263,13 @@ class _Stage:
         said: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return said
 
-    async def _look(
-        self, session: aiohttp.ClientSession, looking: dict[str, psutil.Process], began: float
-    ) -> Sample:
+    async def _look(self, session: aiohttp.ClientSession, looking: dict[str, psutil.Process], began: float) -> Sample:
         async with session.get(f"{self._nats.monitor_url}/varz") as answer:
             varz = await answer.json()
         now = time.monotonic()
         passed_s = max(now - self._looked_at, 1e-3)
-        counted = (varz["in_msgs"], varz["out_msgs"])
-        published, delivered = ((after - before) / passed_s for before, after in zip(self._before, counted, strict=True))
-        self._before, self._looked_at = counted, now
+        (published_before, delivered_before), self._before = self._before, (varz["in_msgs"], varz["out_msgs"])
+        self._looked_at = now
         groups = [looking[group.name] for group in self._groups]
         mib = {name: process.memory_info().rss / 2**20 for name, process in looking.items()}
         return Sample(
@@ -284,8 +282,8 @@ class _Stage:
             engines_mib=round(sum(mib[group.name] for group in self._groups), 1),
             load_cpu=looking["load"].cpu_percent(),
             machine_cpu=psutil.cpu_percent(),
-            published=round(published),
-            delivered=round(delivered),
+            published=round((varz["in_msgs"] - published_before) / passed_s),
+            delivered=round((varz["out_msgs"] - delivered_before) / passed_s),
         )
 
     def _tell(self, sample: Sample) -> None:

@@ -93,7 +93,7 @@ class Front:
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
-        return "127.0.0.1:{}".format(self._runner.addresses[0][1])
+        return f"127.0.0.1:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
         await self._runner.cleanup()

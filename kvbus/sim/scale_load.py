@@ -67,8 +67,9 @@ class Seen:
 def quantiles_ms(values: Sequence[float]) -> dict[str, float]:
     """The quantiles that are reported, in ms."""
     ordered = sorted(values) or [0.0]
-    names = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return {name: round(1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2) for name, share in names.items()}
+    at = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    last = len(ordered) - 1
+    return {name: round(1e3 * ordered[min(last, int(share * len(ordered)))], 2) for name, share in at.items()}
 
 
 def summary_of(windows: Sequence[Seen]) -> dict[str, object]:
@@ -78,7 +79,7 @@ def summary_of(windows: Sequence[Seen]) -> dict[str, object]:
     how: Counter[str] = Counter()
     for each in windows:
         how.update(each.how)
-    return {"how": how, "ttft": of("ttft_s"), "overhead": of("overhead_s"), "direct": of("direct_s"), "late": of("late_s")}
+    return {"how": how, **{name: of(f"{name}_s") for name in ("ttft", "overhead", "direct", "late")}}
 
 
 class Load:

@@ -137,8 +137,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the engines of one life share. ``counters`` are those of their ranks; without a ``weather`` messages on a real
-    bus are as a real engine's."""
+    """What the engines of one life share. ``counters`` are those of their ranks.
+
+    Without a ``weather`` messages on a real bus are just as a real engine's.
+    """
 
     stage: Stage
     pace: Pace
