@@ -331,5 +331,38 @@ def sim(
     say(f"no law was broken; {took_s:.0f} s")
 
 
+@app.command()
+def scale(
+    engines: Annotated[int, typer.Option(help="How many engines, half of them for prefill.", min=2)] = 64,
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 500.0,
+    minutes: Annotated[float, typer.Option(help="How long, after a warm-up of 10 s.", min=0.05)] = 10.0,
+    processes: Annotated[int, typer.Option(help="Processes that the engines are dealt to.", min=1)] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, 5 ms apart.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Of arrival times and of what engines take.")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What one router and one nats-server cost with many engines, without a GPU.
+
+    The router, the nats-server, the engines' connections and every message on the bus are real. What vLLM computes and
+    the memory that KV is written into are played.
+
+    Example: [bold]kvbus scale --engines 64 --rate 200 --minutes 10[/bold]
+    """
+    from rich.table import Table
+
+    from kvbus.sim.scale import Scale, as_json, rows, run_scale
+
+    with clear_errors():
+        plan = Scale(engines, rate, minutes, min(processes, engines), max_tokens=max_tokens, seed=seed)
+        outcome = asyncio.run(run_scale(plan, _run_folder(), say))
+    if json_output:
+        typer.echo(as_json(outcome))
+        return
+    table = Table("what", "figure", title=f"{engines} engines, {rate:g} requests/s, {minutes:g} min")
+    for what, figure in rows(outcome):
+        table.add_row(what, figure)
+    Console().print(table)
+
+
 if __name__ == "__main__":
     app()

@@ -62,6 +62,9 @@ class State(StrEnum):
     DRAINING = "draining"
 
 
+_ROLES = {role.value: role for role in Role}
+_STATES = {state.value: state for state in State}
+
 Pairs = tuple[tuple[str, str], ...]
 Echoes = tuple[tuple[str, int, int, int], ...]
 """``(prefill engine, its incarnation, rank, pulse number)``: see :mod:`kvbus.lease`."""
@@ -75,7 +78,9 @@ class Message:
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS[type(self)]:
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            value = getattr(self, name)
+            if (checked := check(name, value)) is not value:
+                object.__setattr__(self, name, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,15 +439,17 @@ def _text(name: str, value: object) -> str:
 
 
 def _role(name: str, value: object) -> Role:
-    if value not in (*Role,):
+    role = _ROLES.get(value) if isinstance(value, str) else None
+    if role is None:
         raise _bad(name, value, f"one of {', '.join(Role)}")
-    return Role(cast(str, value))
+    return role
 
 
 def _state(name: str, value: object) -> State:
-    if value not in (*State,):
+    state = _STATES.get(value) if isinstance(value, str) else None
+    if state is None:
         raise _bad(name, value, f"one of {', '.join(State)}")
-    return State(cast(str, value))
+    return state
 
 
 def _integer(name: str, value: object) -> int:

@@ -128,8 +128,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Publish these echoes to the prefill ranks."""
+    """Publish these echoes to the ranks of the prefill engine ``engine``."""
 
+    engine: str
     echoes: Echoes
     epoch: int
 
@@ -372,7 +373,7 @@ class Registrar:
             for receive in self._receives.values()
         )
         echoes = self._lease.echo(pulse.source_engine, self._silenced()) if wanted else ()
-        return [Echo(echoes, self._epoch)] if echoes else []
+        return [Echo(pulse.source_engine, echoes, self._epoch)] if echoes else []
 
     def _source_left(self, left: SourceLeft, now: float) -> list[Effect]:
         effects: list[Effect] = []

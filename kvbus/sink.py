@@ -28,6 +28,7 @@ from kvbus.messages import (
     RebindReply,
     Registration,
     RegistrationAck,
+    Role,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -55,6 +56,12 @@ from kvbus.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
+
+def sources_of(role: Role) -> tuple[Role, ...]:
+    """The roles whose heartbeats a scheduler needs to hear: those of engines that may write into its own."""
+    return tuple(each for each in Role if each.prefills and role.decodes)
+
+
 # The bus's word of a transfer and its notification in memory arrive at about the same time: look again for so long.
 NEWS_FRESH_S = 0.03
 
@@ -75,11 +82,14 @@ class SinkScheduler:
         self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
-        node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
-        node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
-        node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._hear_prefill)
-        node.watch_heartbeats(self._hear_heartbeat)
-        node.listen(subjects.pulses("*"), Pulse, self._apply)
+        if heartbeat.role.decodes:
+            node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
+            node.listen(
+                subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
+            )
+            node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._hear_prefill)
+            node.watch_heartbeats(self._hear_heartbeat)
+            node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
 
@@ -201,9 +211,9 @@ class SinkScheduler:
             match effect:
                 case Publish(engine, message):
                     self._node.publish(self._subject_of(message, engine), message)
-                case Echo(echoes, epoch):
+                case Echo(engine, echoes, epoch):
                     echo = LeaseEcho(self._own.engine, self._own.incarnation, echoes, epoch)
-                    self._node.publish(self._node.subjects.echoes, echo)
+                    self._node.publish(self._node.subjects.echoes(engine), echo)
                 case Abandon(request_id, reason):
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)

@@ -75,10 +75,9 @@ class Subjects:
         """Pulses of the ranks of the prefill engine ``engine``."""
         return self._of(f"pulse.{engine}")
 
-    @property
-    def echoes(self) -> str:
-        """Echoes of pulses, for all prefill ranks."""
-        return self._of("echo")
+    def echoes(self, engine: str) -> str:
+        """Echoes of the pulses of the prefill engine ``engine``."""
+        return self._of(f"echo.{engine}")
 
     def rebind(self, engine: str) -> str:
         """Request/reply: a router gives a transfer into the decode engine ``engine`` to another prefill engine."""

@@ -19,7 +19,7 @@ from kvbus.messages import DrainReply, DrainRequest, Heartbeat, State
 from kvbus.metrics import Counters
 from kvbus.node import Node
 from kvbus.registrar import Registrar
-from kvbus.sink import SinkScheduler, serve_metadata
+from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
 from kvbus.tracing import Recorder
 
@@ -52,6 +52,7 @@ class SchedulerHalf:
             name=f"kvbus-{own.engine[:8]}-scheduler",
             membership=Membership(dead_after_s=config.dead_after_s),
             heartbeat_interval_s=config.heartbeat_interval_s,
+            hears=sources_of(own.role),
         )
         self._payloads: dict[int, bytes] = {}
         self._address = config.http_address

@@ -50,7 +50,7 @@ class SimPrefill(Engine):
     def __init__(self, scene: Scene, bus: SimBus, own: Heartbeat) -> None:
         super().__init__(scene, bus, own)
         self.played: PlayedPrefill = PlayedPrefill(scene, own, self.submit, self._say)
-        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", "echo", f"prefill.{own.engine}"):
+        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", f"echo.{own.engine}", f"prefill.{own.engine}"):
             bus.subscribe(self.member, area, self._each_rank(lambda message: message))
         bus.subscribe(self.member, "reg", self._each_rank(_pooled))
         bus.subscribe(self.member, "cancel", self._each_rank(PooledCancel))
@@ -186,8 +186,8 @@ class SimDecode(Engine):
                     self.publish(f"reg.{engine}", message)
                 case Publish(engine, Cancel() as message):
                     self.publish(f"cancel.{engine}" if engine else "cancel", message)
-                case Echo(echoes, epoch):
-                    self.publish("echo", LeaseEcho(self.own.engine, self.own.incarnation, echoes, epoch))
+                case Echo(engine, echoes, epoch):
+                    self.publish(f"echo.{engine}", LeaseEcho(self.own.engine, self.own.incarnation, echoes, epoch))
                 case Abandon(request_id, reason):
                     if "fenced" in reason:
                         self.scene.stage.counts["fenced by the lease"] += 1

@@ -67,7 +67,7 @@ SUBJECTS = [
     S.who,
     S.bye("Q"),
     S.pulses("P"),
-    S.echoes,
+    S.echoes("P"),
     S.metadata("D", 0),
     S.metadata("D", "x"),
     S.rebind("D"),

@@ -161,8 +161,8 @@ class World:
                     self.send("P", PooledCancel(message))
                 case Publish(_, message):
                     self.send("P", message)
-                case Echo(echoes, epoch):
-                    self.send("P", LeaseEcho("D", 1, echoes, epoch))
+                case Echo(engine, echoes, epoch):
+                    self.send(engine, LeaseEcho("D", 1, echoes, epoch))
                 case Abandon(request_id, _):
                     assert request_id not in self.taken_back, "taken back twice"
                     self.taken_back.add(request_id)

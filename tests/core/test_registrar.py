@@ -331,7 +331,7 @@ class TestFence:
 
     def test_pulses_are_echoed_while_there_is_business(self) -> None:
         registrar = self.held()
-        assert registrar.apply(Pulse("P", 5, 0, 2), 0.5) == [Echo((("P", 5, 0, 2),), epoch=0)]
+        assert registrar.apply(Pulse("P", 5, 0, 2), 0.5) == [Echo("P", (("P", 5, 0, 2),), epoch=0)]
         assert registrar.apply(Pulse("Q", 5, 0, 2), 0.5) == [], "no business with it"
         registrar.apply(Received("d1"), 1.0)
         assert registrar.apply(Pulse("P", 5, 0, 3), 1.5) == []

@@ -146,8 +146,10 @@ class FakeEngine:
         return self.released[request_id] == 1
 
     def knows(self, other: FakeEngine) -> bool:
-        """Whether this engine's scheduler has heard of the other."""
-        return self.scheduler.node.membership.get(other.name) is not None
+        """Whether its scheduler and ranks have heard of the other, those of them that need to."""
+        found = [self.scheduler.node, *(worker.node for worker in self.workers if worker.node is not None)]
+        listening = [node for node in found if other.role in node.hears]
+        return all(node.membership.get(other.name) is not None for node in listening)
 
     def prefill(self, request: Request, blocks: Sequence[int], *, well: bool = True) -> dict[str, Any] | None:
         """A prefill from arrival to end; returns the parameters for a sequential router."""
