@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 
 from kvbus import __version__
-from kvbus.config import Config
+from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError, KVBusError
+
+BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
 app = typer.Typer(
     help="kvbus: push-based KV-cache transfer between vLLM's prefill and decode engines, coordinated over NATS.",
@@ -238,19 +240,24 @@ def soak(
 @app.command()
 def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians over them are shown.", min=1)] = 3,
-    arms: Annotated[str, typer.Option(help="What to compare: kvbus, push, pull (vLLM's own), by commas.")] = (
+    arms: Annotated[str, typer.Option(help=f"What to compare, by commas: {', '.join(BENCH_ARMS)}.")] = (
         "kvbus,push,pull"
     ),
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
     rate: Annotated[float, typer.Option(help="Requests per second of the second workload.", min=0.1)] = 5.0,
     requests: Annotated[int, typer.Option(help="Requests of each workload in each round.", min=1)] = 60,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    decode_blocks: Annotated[int | None, typer.Option(help="Give decode only so many KV blocks.", min=1)] = None,
     model: ModelDir = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time to first token against vLLM's own NIXL connectors, one request at a time and at a rate.
 
-    Example: [bold]kvbus bench --rounds 3 --rate 5[/bold]
+    Examples:
+
+    [bold]kvbus bench --rounds 3 --rate 5[/bold]
+
+    [bold]kvbus bench --arms eager,jit --decode-blocks 200 --max-tokens 100[/bold] (when to take decode's blocks)
     """
     from rich.table import Table
 
@@ -267,14 +274,17 @@ def bench(
             benchmark.Workload(prompt_tokens, None, requests, max_tokens),
             benchmark.Workload(prompt_tokens, rate, requests, max_tokens),
         ]
-        results = benchmark.run_bench(folder, _run_folder(), chosen, loads, rounds, say)
+        results = benchmark.run_bench(folder, _run_folder(), chosen, loads, rounds, say, decode_blocks)
         if json_output:
             typer.echo(benchmark.as_json(results))
             return
-        table = Table("workload", "arm", "TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "failed", "TTFT p50 / kvbus")
+        names = ("TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "failed", "preemptions", f"TTFT p50 / {chosen[0]}")
+        table = Table("workload", "arm", *names)
         for each in benchmark.summarize(results):
-            figures = (f"{each.ttft_p50:.0f}", f"{each.ttft_p90:.0f}", f"{each.tpot_p50:.1f}", str(each.failed))
-            table.add_row(each.workload, each.arm, *figures, f"{each.ratio:.2f}")
+            figures = (f"{each.ttft_p50:.0f}", f"{each.ttft_p90:.0f}", f"{each.tpot_p50:.1f}")
+            table.add_row(
+                each.workload, each.arm, *figures, str(each.failed), str(each.preemptions), f"{each.ratio:.2f}"
+            )
         Console().print(table)
 
 
