@@ -307,10 +307,10 @@ class Matcher:
         transfer.announced = True
         if transfer.completion is None:
             self._deadlines.set(progress.transfer_id, now + self._registration_hold_s)
-        if transfer.registration is not None and not transfer.acknowledged:
-            transfer.acknowledged = True
-            return [self._ack(transfer.registration)]
-        return []
+        if transfer.registration is None or transfer.completion is not None:
+            return []
+        transfer.acknowledged = True
+        return [self._ack(transfer.registration)]  # it is how the decode engine learns that the request is here
 
     def _complete(self, completion: PrefillCompleted, now: float) -> list[Effect]:
         if not self._is_ours(completion):
@@ -335,7 +335,10 @@ class Matcher:
         if transfer.registration is not None and not transfer.acknowledged:
             transfer.acknowledged = True
             effects.append(self._ack(transfer.registration))
-        return effects + self._match(key, transfer, now)
+        effects += self._match(key, transfer, now)
+        if transfer.registration is not None and not transfer.announced and not effects:
+            return [self._ack(transfer.registration)]  # progress was lost, and the match waits: say that it is here
+        return effects
 
     def _fail_prefill(self, failed: PrefillFailed) -> list[Effect]:
         if not self._is_ours(failed):

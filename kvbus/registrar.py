@@ -19,9 +19,6 @@ from kvbus.messages import (
     Delivered,
     Echoes,
     Heartbeat,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
     Pulse,
     Registration,
     RegistrationAck,
@@ -93,16 +90,7 @@ class BusBack:
     """The bus is connected again: whatever was published meanwhile is lost."""
 
 
-FromSource = (
-    RegistrationAck
-    | CancelAck
-    | TransferStarted
-    | TransferDone
-    | TransferFailed
-    | PrefillProgress
-    | PrefillCompleted
-    | PrefillFailed
-)
+FromSource = RegistrationAck | CancelAck | TransferStarted | TransferDone | TransferFailed
 Event = (
     Register
     | Received
@@ -303,8 +291,6 @@ class Registrar:
         return effects
 
     def _from_source(self, event: FromSource, receive: _Receive, now: float) -> list[Effect]:
-        if isinstance(event, PrefillProgress | PrefillCompleted | PrefillFailed):
-            return self._from_prefill(event, receive, now)
         if event.request_id != receive.registration.request_id:
             return [Reject("another request")]
         if event.attempt != receive.registration.attempt:
@@ -347,19 +333,6 @@ class Registrar:
         if receive.phase is not Phase.FENCING:
             self._arm(receive)
         return effects
-
-    def _from_prefill(
-        self, event: PrefillProgress | PrefillCompleted | PrefillFailed, receive: _Receive, now: float
-    ) -> list[Effect]:
-        if receive.engine and event.source_engine != receive.engine:
-            return [Reject("another prefill engine")]
-        if isinstance(event, PrefillFailed):
-            return self._cancel(receive, f"prefill failed: {event.reason}", now)
-        receive.claimed = True
-        if receive.phase not in _GIVING_UP:
-            receive.patience_until = max(receive.patience_until, now + self._patience_s)
-            self._arm(receive)
-        return []
 
     def _heartbeat(self, heartbeat: Heartbeat, now: float) -> list[Effect]:
         """A prefill engine that lives and knows of the request may take its time."""

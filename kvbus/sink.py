@@ -20,9 +20,6 @@ from kvbus.messages import (
     LeaseEcho,
     MetadataReply,
     MetadataRequest,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
     Pulse,
     Rebind,
     RebindReply,
@@ -86,7 +83,6 @@ class SinkScheduler:
             node.listen(
                 subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
             )
-            node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
             node.watch_heartbeats(self._hear_heartbeat)
             node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)

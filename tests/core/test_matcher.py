@@ -198,7 +198,7 @@ def test_the_match_waits_for_the_sinks_memory() -> None:
     matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, **FOREVER)
     matcher.pulse(0.0)
     assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.0) == [ACK, Introduce("D")]
-    assert matcher.apply(COMPLETED, 2.0) == []
+    assert matcher.apply(COMPLETED, 2.0) == [CLAIMED]
     assert matcher.apply(SinkJoined("D", 6, 64), 2.5) == [], "an older incarnation"
     assert matcher.apply(JOINED, 3.0) == [POST, STARTED]
 
@@ -218,6 +218,15 @@ def test_a_registration_for_another_incarnation_of_this_engine_is_not_ours(match
     assert matcher.apply(replace(POOLED, source_incarnation=4), 2.0) == [Reject("for another incarnation")]
     assert matcher.apply(POOLED, 3.0) == [CLAIMED], "D does not know the incarnation yet: the acknowledgement says it"
     assert matcher.apply(REGISTRATION, 4.0) == [CLAIMED, POST, STARTED]
+
+
+def test_decode_is_told_of_the_prefills_progress_until_it_is_done(matcher: Matcher) -> None:
+    """It does not hear it itself; and word of it may be lost, so each one is told."""
+    assert matcher.apply(REGISTRATION, 1.0) == [ACK]
+    assert matcher.apply(PROGRESS, 2.0) == [CLAIMED]
+    assert matcher.apply(replace(PROGRESS, computed=32), 3.0) == [CLAIMED]
+    assert matcher.apply(COMPLETED, 4.0) == [POST, STARTED]
+    assert matcher.apply(PROGRESS, 5.0) == []
 
 
 def test_a_newer_epoch_forgets_older_registrations(matcher: Matcher) -> None:
@@ -435,7 +444,7 @@ class TestWriteLease:
     def test_without_an_echo_nothing_is_posted(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
         matcher.apply(REGISTRATION, 0.1)
-        assert matcher.apply(COMPLETED, 0.2) == []
+        assert matcher.apply(COMPLETED, 0.2) == [CLAIMED]
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 0.3) == [POST, STARTED]
 
     def test_the_registration_brings_the_first_echo(self, matcher: Matcher) -> None:
@@ -446,7 +455,7 @@ class TestWriteLease:
     def test_it_ends_after_the_pulse_was_sent_not_after_the_echo_came(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
         matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.4)
-        assert matcher.apply(COMPLETED, 1.51) == []
+        assert matcher.apply(COMPLETED, 1.51) == [CLAIMED]
         matcher.pulse(1.6)
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 1.7) == [], "an old number renews nothing"
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 2),)), 1.8) == [POST, STARTED]
