@@ -218,8 +218,8 @@ class _FromSourceRank(_FromSource):
 class RegistrationAck(_FromSourceRank):
     """The registration is held (``refused`` empty), or will never be served (``refused`` says why).
 
-    ``claimed``: the prefill engine has the request. Its first :class:`PrefillProgress` may have come before the decode
-    engine listened for it.
+    ``claimed``: the prefill engine has the request; an acknowledgement is sent again when it comes, and with each
+    :class:`PrefillProgress` of it. Decode engines do not listen to those themselves: each would hear all of the pool's.
     """
 
     KIND = "ack"

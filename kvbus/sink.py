@@ -62,6 +62,8 @@ def sources_of(role: Role) -> tuple[Role, ...]:
     return tuple(each for each in Role if each.prefills and role.decodes)
 
 
+PREFILL = (PrefillProgress, PrefillCompleted, PrefillFailed)
+OfPrefill = PrefillProgress | PrefillCompleted | PrefillFailed
 # The bus's word of a transfer and its notification in memory arrive at about the same time: look again for so long.
 NEWS_FRESH_S = 0.03
 
@@ -77,17 +79,16 @@ class SinkScheduler:
         self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
         self._abandoned: deque[Abandon] = deque()
         self._registered: dict[str, tuple[float, str]] = {}
-        self._prefill_watchers: list[Callable[[PrefillProgress | PrefillCompleted | PrefillFailed], None]] = []
+        self._prefill_watchers: list[Callable[[OfPrefill], None]] = []
         self._news = threading.Event()
         self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
         if heartbeat.role.decodes:
-            node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
+            node.listen(subjects.acks(engine), (RegistrationAck, CancelAck, *PREFILL), self._hear_source)
             node.listen(
                 subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
             )
-            node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._hear_prefill)
             node.watch_heartbeats(self._hear_heartbeat)
             node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
@@ -111,8 +112,8 @@ class SinkScheduler:
     def connected(self) -> bool:
         return self._node.bus.connected
 
-    def watch_prefills(self, watcher: Callable[[PrefillProgress | PrefillCompleted | PrefillFailed], None]) -> None:
-        """Call ``watcher`` with what prefill engines say of their prefills. Before the node is started."""
+    def watch_prefills(self, watcher: Callable[[OfPrefill], None]) -> None:
+        """Call ``watcher`` with word of prefills that were asked for with ``Wanted``. Before the node is started."""
         self._prefill_watchers.append(watcher)
 
     def register(self, registration: Registration, hint: str) -> None:
@@ -187,8 +188,10 @@ class SinkScheduler:
         self._apply(message)
         self._tell()
 
-    def _hear_prefill(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
-        self._apply(message)
+    def _hear_source(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
+        if isinstance(message, RegistrationAck | CancelAck):
+            self._apply(message)
+            return
         for watcher in self._prefill_watchers:
             watcher(message)
 

@@ -91,7 +91,7 @@ class RankNode:
         if isinstance(message, Pulse):
             self._node.publish(subjects.pulses(self._own.engine), message)
             return
-        is_ack = isinstance(message, RegistrationAck | CancelAck)
+        is_ack = isinstance(message, RegistrationAck | CancelAck | PrefillProgress | PrefillCompleted | PrefillFailed)
         self._node.publish(subjects.acks(engine) if is_ack else subjects.transfers(engine), message)
 
     def introduce(self, engine: str) -> None:

@@ -65,7 +65,7 @@ class Subjects:
         return self._of(f"done.{engine}")
 
     def prefill(self, engine: str) -> str:
-        """Progress, completion and failure of prefills in the prefill engine ``engine``."""
+        """Progress, completion and failure of prefills in ``engine``, for its ranks and observers."""
         return self._of(f"prefill.{engine}")
 
     def heartbeats(self, role: str, engine: str) -> str:

@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TAKEOVER_S = 30.0
 MAX_PREFILLS = 1 << 14
+WANT_INTERVAL_S = 1.0
 
 
 class BlockRules(Protocol):
@@ -83,6 +84,7 @@ class _Request:
     when: When
     stage: Stage = Stage.QUEUED
     asked_at: float = 0.0
+    wanted_at: float = float("-inf")
     orphaned_until: float = 0.0
     rebound: tuple[int, str] | None = None
     over: bool = False  # vLLM only waits for the workers' report
@@ -165,6 +167,9 @@ class Incoming:
         progress, room = self._prefills.get(incoming.name.transfer_id), self._room(tokens)
         if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
             incoming.stage = Stage.DEFERRED
+            if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
+                incoming.wanted_at = now
+                self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
             return None
         incoming.stage = Stage.QUEUED
         return tokens

@@ -74,7 +74,6 @@ class SimPrefill(Engine):
 
     def _say(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
         self.publish(f"prefill.{self.own.engine}", message)
-        self.publish("prefill", message)
 
     def _each_rank(self, wrap: Callable[[Any], Any]) -> Callable[[Message], None]:
         def handle(message: Message) -> None:
@@ -103,7 +102,6 @@ class SimDecode(Engine):
         self.played: PlayedDecode = PlayedDecode(scene, own, self.submit, self)
         bus.subscribe(self.member, f"ack.{own.engine}", self._apply)
         bus.subscribe(self.member, f"done.{own.engine}", self._hear_done)
-        bus.subscribe(self.member, "prefill", self._apply)
         bus.subscribe(self.member, "pulse", self._apply)
         bus.subscribe(self.member, "hb", self._apply_prefill_beat)
         self.start()

@@ -192,18 +192,15 @@ def script(world: World, name: str) -> None:
     def arrive() -> None:
         progress = PrefillProgress(**about(), computed=0, total=96)
         world.send("P", progress)
-        world.send("D", progress)
 
     def finish() -> None:
         completed = PrefillCompleted(**about(), blocks=(((0, 3),),), tokens=96)
         world.completed.add(f"p-{name}")
         world.send("P", completed)
-        world.send("D", completed)
         world.send("P", completed, surely=True)
 
     def fail() -> None:
         failed = PrefillFailed(**about(), reason="aborted")
-        world.send("D", failed)
         world.send("P", failed, surely=True)
 
     start = chance.random() * 20
