@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -104,6 +106,38 @@ async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(
     say(f"second prefills: {second}")
     assert second == 0
     await back_in_use(crowd, "decode-0", 6500)
+
+
+async def test_engines_are_drained_removed_and_added_without_losing_a_request(
+    crowd: Cluster, exact_reference: str
+) -> None:
+    """As an operator does it: ``kvbus drain``, stop, start again, while clients ask."""
+    prompts = [make_prompt(400, 7000 + number) for number in range(240)]
+    alone = await run_load(plain_stream(exact_reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
+    load = asyncio.create_task(
+        run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=2.0, max_tokens=8, timeout_s=60)
+    )
+    for name in ("prefill-0", "decode-0"):
+        drained = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "kvbus", "drain", name, "--nats-url", crowd.nats_url, stderr=subprocess.PIPE
+        )
+        _, said = await drained.communicate()
+        say(said.decode())
+        assert drained.returncode == 0
+        assert f"{name} is drained" in said.decode()
+        crowd.forget(name)
+    for name in ("prefill-0", "decode-0"):
+        crowd.start_engine(name)
+    await asyncio.to_thread(crowd.wait_ready)
+    assert not load.done(), "the load must outlast the change"
+    async with listening(crowd.nats_url) as ears:
+        shots = await load
+    failed = [shot.error for shot in shots if shot.error]
+    say(f"{len(shots)} requests while two engines were drained, removed and added: {len(failed)} failed")
+    assert failed == []
+    assert [shot.tokens for shot in shots] == [shot.tokens for shot in alone]
+    assert ears.all(PrefillCompleted, source_engine="prefill-0")
+    assert ears.all(Registration, sink_engine="decode-0")
 
 
 def completed(ears: Ears) -> list[PrefillCompleted]:
