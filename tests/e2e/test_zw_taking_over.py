@@ -125,7 +125,7 @@ async def test_engines_are_drained_removed_and_added_without_losing_a_request(
         say(said.decode())
         assert drained.returncode == 0
         assert f"{name} is drained" in said.decode()
-        crowd.forget(name)
+        await asyncio.to_thread(crowd.forget, name)
     for name in ("prefill-0", "decode-0"):
         crowd.start_engine(name)
     await asyncio.to_thread(crowd.wait_ready)
