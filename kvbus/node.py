@@ -29,6 +29,8 @@ M = TypeVar("M", bound=Message)
 
 START_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
+# After a server's restart every node asks who is there: one answer in so long is for all who asked meanwhile.
+ANSWER_EVERY_S = 0.1
 
 
 class Participant(Protocol):
@@ -71,6 +73,8 @@ class Node:
         self._bus_watchers: list[Callable[[bool], None]] = []
         self._heartbeat: Callable[[int], Heartbeat | None] | None = None
         self._number = 0
+        self._announced_at = float("-inf")
+        self._answer: asyncio.TimerHandle | None = None
         self._once = OncePer()
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
@@ -204,7 +208,7 @@ class Node:
             self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._hear)
         if roles:
             self.listen(self.subjects.bye("*"), Bye, self._hear)
-        self.listen(self.subjects.who, Who, lambda _: self.announce())
+        self.listen(self.subjects.who, Who, lambda _: self._answer_who())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
@@ -222,8 +226,9 @@ class Node:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.bus.__aexit__(kind, error, tb)
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._answer):
+            if timer is not None:
+                timer.cancel()
 
     def _run(self) -> None:
         async def main() -> None:
@@ -243,8 +248,19 @@ class Node:
             self.announce()
             await asyncio.sleep(self._interval_s)
 
+    def _answer_who(self) -> None:
+        wait_s = self._announced_at + ANSWER_EVERY_S - time.monotonic()
+        if wait_s <= 0:
+            self.announce()
+        elif self._answer is None and self._loop is not None:
+            self._answer = self._loop.call_later(wait_s, self.announce)
+
     def announce(self) -> None:
         """Send a heartbeat now."""
+        self._announced_at = time.monotonic()
+        if self._answer is not None:
+            self._answer.cancel()
+            self._answer = None
         if self._heartbeat is None or not self.bus.connected:
             return
         self._number += 1
@@ -291,7 +307,8 @@ class Node:
         for watcher in self._bus_watchers:
             watcher(connected)
         if connected:
-            self.publish(self.subjects.who, Who(self.name))
+            if self.hears:
+                self.publish(self.subjects.who, Who(self.name))
             self.announce()
         self._arm()
 

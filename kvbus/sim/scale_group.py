@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import json
 import logging
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -239,12 +240,20 @@ def as_argument(plan: GroupPlan) -> str:
     return json.dumps(asdict(plan))
 
 
+def run_fast(what: Coroutine[Any, Any, None]) -> None:
+    """As asyncio.run, over uvloop where it is installed: what is played shall cost little."""
+    make_loop = None
+    with contextlib.suppress(ImportError):
+        make_loop = importlib.import_module("uvloop").new_event_loop
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=make_loop) as runner:
+        runner.run(what)
+
+
 def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     said = json.loads(arguments[0])
     said["engines"] = tuple((name, role) for name, role in said["engines"])
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run_group(GroupPlan(**said)))
+    run_fast(run_group(GroupPlan(**said)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ this client, of HTTP and of the engine's own HTTP server, without a router.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import random
@@ -23,7 +22,7 @@ import aiohttp
 
 from kvbus.local.load import make_prompt
 from kvbus.sim.played import TOKENS_PER_BLOCK
-from kvbus.sim.scale_group import MODEL, SENT_HEADER
+from kvbus.sim.scale_group import MODEL, SENT_HEADER, run_fast
 
 TIMEOUT_S = 30.0
 MAX_OUTSTANDING = 2000
@@ -196,8 +195,7 @@ def as_argument(plan: LoadPlan) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.WARNING)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Load(LoadPlan(**json.loads(arguments[0]))).run())
+    run_fast(Load(LoadPlan(**json.loads(arguments[0]))).run())
 
 
 if __name__ == "__main__":

@@ -68,6 +68,24 @@ class TestNode:
         eventually_sync(lambda: changes == [PeerJoined(BEAT)])
         eventually_sync(lambda: changes[1:] == [PeerLeft("P", 5, Role.PREFILL, "silent")])
 
+    def test_who_asks_in_a_crowd_is_answered_with_the_others(self, broker: MemoryBroker) -> None:
+        """After a restart of the server every node asks: N x N answers, each heard by N."""
+        node = Node(MemoryBus(broker), SUBJECTS, name="P", membership=Membership(), heartbeat_interval_s=60.0, hears=[])
+        node.present(lambda number: Heartbeat("P", 5, number, Role.PREFILL, State.READY, 1))
+        node.start()
+
+        def beats() -> int:
+            return sum(isinstance(decode(payload), Heartbeat) for _, payload in broker.log)
+
+        eventually_sync(beats)
+        before = beats()
+        for _ in range(50):
+            broker.route(SUBJECTS.who, encode(Who("x")))
+        eventually_sync(lambda: beats() > before)
+        assert beats() <= before + 10
+        assert not any(isinstance(decode(payload), Who) and decode(payload) == Who("P") for _, payload in broker.log)
+        node.close()
+
     def test_only_the_roles_asked_for_are_heard(self, broker: MemoryBroker) -> None:
         changes: list[object] = []
         node = Node(MemoryBus(broker), SUBJECTS, name="deaf", membership=Membership(), hears=[Role.DECODE, Role.BOTH])
