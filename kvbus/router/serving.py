@@ -168,8 +168,8 @@ class Serving:
         engine, attempt = send.sink, send.attempt
         with self._loads.counted(engine, self._job.tokens):
             try:
-                async with self._session.post(
-                    upstream.url_of(engine, self._job.path), json=self._decode_leg(send), headers=self._job.headers
+                async with upstream.post_leg(
+                    self._session, engine, self._job.path, self._decode_leg(send), self._job.headers
                 ) as answer:
                     if answer.content_type == "text/event-stream" and answer.status < 400:
                         event = await self._first_token(answer, attempt)
