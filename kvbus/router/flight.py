@@ -89,6 +89,15 @@ class EngineLeft:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferLost:
+    """A prefill engine that lives says on the bus that decode will not get its KV under ``attempt``."""
+
+    engine: str
+    attempt: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictDue:
     """The decode engine had its time to refuse in its own words what the prefill engine refused."""
 
@@ -106,6 +115,7 @@ Event = (
     | SinkLost
     | RebindAnswered
     | EngineLeft
+    | TransferLost
     | VerdictDue
     | ClientLeft
 )
@@ -251,6 +261,9 @@ class Flight:
                 return self._rebound(attempt, refused)
             case EngineLeft(engine, incarnation, why):
                 return self._leave((engine, incarnation), why, options)
+            case TransferLost(engine, attempt, why):
+                current = self.source is not None and engine == self.source.engine and attempt == self.attempt
+                return self._lose_source(why, options) if current and self._refusal is None else []
             case VerdictDue():
                 return self._refuse() if self._refusal is not None else []
             case ClientLeft():

@@ -111,6 +111,10 @@ class Serving:
             if self._patience is not None:
                 self._patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
 
+    def transfer_lost(self, engine: str, attempt: int, why: str) -> None:
+        """Called when a prefill engine says so of this request's transfer."""
+        self._events.put_nowait(flight.TransferLost(engine, attempt, why))
+
     def _perform(self, effects: list[flight.Effect]) -> None:
         for effect in effects:
             match effect:

@@ -33,6 +33,7 @@ from kvbus.router.flight import (
     SourceLost,
     SourceRefused,
     TookOver,
+    TransferLost,
     VerdictDue,
 )
 
@@ -100,6 +101,15 @@ def test_a_lost_prefill_engine_is_replaced_when_decode_agrees(how: str) -> None:
     assert flight.apply(RebindAnswered(2, ""), ALL) == [SendPrefill(Q, 2)]
     assert flight.apply(SourceAnswered(2), ALL) == []
     assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
+
+
+def test_a_prefill_engine_that_lives_may_say_itself_that_there_will_be_no_kv() -> None:
+    flight = begun()
+    flight.apply(SourceAnswered(1), ALL)
+    for other in (TransferLost("Q", 1, "x"), TransferLost("P", 2, "x")):
+        assert flight.apply(other, ALL) == []
+    assert AskRebind(D, Q, 2) in flight.apply(TransferLost("P", 1, "the WRITE failed"), ALL)
+    assert flight.apply(TransferLost("P", 1, "of the other rank"), ALL) == []
 
 
 def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
@@ -214,6 +224,7 @@ EVENTS: list[Event] = [
     *(SinkAnswered(attempt, status) for attempt, status in product(range(1, 5), (200, 400))),
     *(RebindAnswered(attempt, why) for attempt, why in product(range(2, 5), ("", "its KV is here"))),
     *(EngineLeft(each, 1, "x") for each in "PQRDEF"),
+    *(TransferLost(each, attempt, "x") for each, attempt in product("PQ", range(1, 5))),
     SourceRefused(1, NO),
     SourceRefused(2, NO),
     VerdictDue(),

@@ -7,9 +7,10 @@ import json
 from typing import Any
 
 import pytest
-from support.fronts import END, ROLE_EVENT, TOKEN_EVENT, FakeApi, Front, fronted
+from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
+from kvbus.messages import RegistrationAck, TransferFailed, encode
 from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, NOBODY, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
@@ -31,7 +32,7 @@ def hold(front: Front, names: str) -> None:
         front[name].hold.clear()
 
 
-@pytest.mark.parametrize("how", ["killed", "status 503", "left"])
+@pytest.mark.parametrize("how", ["killed", "status 503", "left", "failed WRITE", "refused"])
 async def test_another_prefill_engine_takes_over(how: str) -> None:
     async with fronted("P", "Q", "D") as front:
         hold(front, "PQD")
@@ -42,6 +43,12 @@ async def test_another_prefill_engine_takes_over(how: str) -> None:
             lost.die()
         elif how == "left":
             await front.leave(lost.name)
+        elif how in ("failed WRITE", "refused"):
+            transfer = lost.params[0]["transfer_id"]
+            about = (f"{transfer}#0.1", lost.name, 1, 1, 0, 1, "r")
+            failed = TransferFailed(*about, "x") if how == "failed WRITE" else RegistrationAck(*about, "full")
+            subject = SUBJECTS.transfers("D") if how == "failed WRITE" else SUBJECTS.acks("D")
+            front.broker.route(subject, encode(failed))
         else:
             lost.status = 503
             lost.hold.set()
