@@ -202,7 +202,9 @@ class Router:
             logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
         job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at)
-        serving = Serving(job, begun, choice, self._node, self._session, self._loads, self._meters)
+        serving = Serving(
+            job, begun, choice, self._node, self._session, self._loads, self._meters, settings.first_token_s
+        )
         self._servings[transfer_id] = serving
         try:
             return await serving.run(request)

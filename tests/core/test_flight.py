@@ -12,7 +12,8 @@ import pytest
 from kvbus.messages import Heartbeat, Role, State
 from kvbus.router.answers import Answer
 from kvbus.router.choose import Key, fit, key_of
-from kvbus.router.flight import (
+from kvbus.router.flight import Flight
+from kvbus.router.flying import (
     AskRebind,
     AwaitVerdict,
     ClientLeft,
@@ -20,7 +21,6 @@ from kvbus.router.flight import (
     EngineLeft,
     Event,
     Fail,
-    Flight,
     PassOn,
     RebindAnswered,
     Refuse,

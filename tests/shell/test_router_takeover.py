@@ -11,7 +11,8 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, NOBODY, PREFILL_HEADER
+from kvbus.router.rebinding import NOBODY
+from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
 
@@ -207,7 +208,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_sent_again(
 async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
     speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus.router.serving.SILENCE_S", 5.0 if speaks else 0.1)
+    monkeypatch.setattr("kvbus.router.streaming.SILENCE_S", 5.0 if speaks else 0.1)
     async with fronted("P", "D") as front:
         front["D"].stream = [TOKEN_EVENT, TOKEN_EVENT, END]
         front["D"].hold_rest.clear()
@@ -219,6 +220,20 @@ async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
         rest = await answer.content.read()
         assert rest == TOKEN_EVENT + END if speaks else b"error" in rest
         front["D"].hold_rest.set()
+
+
+async def test_a_stream_without_a_token_is_not_waited_for_for_ever() -> None:
+    """Its heartbeats go on, and its HTTP server is stuck."""
+    async with fronted("P", "D", "E", settings=Settings(first_token_s=0.3)) as front:
+        for api in (front["D"], front["E"]):
+            api.stream = [TOKEN_EVENT, END]
+            api.hold.clear()
+        asking = front.ask(stream=True)
+        stuck, other = await asked(front, "D", "E")
+        other.hold.set()
+        answer = await asking
+        assert (answer.status, answer.headers[DECODE_HEADER]) == (200, other.name)
+        await eventually(lambda: stuck.cancelled == 1)
 
 
 async def test_the_bound_on_takeovers() -> None:
