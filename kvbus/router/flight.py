@@ -82,6 +82,7 @@ class Flight:
     _takeovers: int = 0
     _waits_s: float = 0.0  # what the decode engine was told
     _refusal: Answer | None = None
+    _asked: TookOver | None = None
     _lost: set[Key] = field(default_factory=set)
 
     def begin(self, options: Options) -> list[Effect]:
@@ -146,27 +147,32 @@ class Flight:
         lost, effects = self.source, self._release()
         assert lost is not None
         self._lost.add(key_of(lost))
+        needed = self._prefill is not _Prefill.DONE  # else decode has the KV, most probably
         self.source = options.source(self.sink, frozenset(self._lost)) if self._may_take_over else None
+        self._asked = None
         if self.source is None:
             self._prefill = _Prefill.NONE
+            if needed:
+                effects.append(TookOver("prefill", lost.engine, self.sink.engine, self.attempt, why))
             if not self._waits_s:
                 return effects
-        else:
-            self._prefill = _Prefill.ASKING
-            self._takeovers += 1
+            self.attempt += 1
+            return [*effects, AskRebind(self.sink, None, self.attempt)]
+        self._prefill = _Prefill.ASKING
+        self._takeovers += 1
         self.attempt += 1
-        instead = self.source.engine if self.source is not None else self.sink.engine
-        took_over = TookOver("prefill", lost.engine, instead, self.attempt, why)
-        return [*effects, AskRebind(self.sink, self.source, self.attempt), took_over]
+        self._asked = TookOver("prefill", lost.engine, self.source.engine, self.attempt, why)
+        return [*effects, AskRebind(self.sink, self.source, self.attempt)]
 
     def _rebound(self, attempt: int, refused: str) -> list[Effect]:
         if self._prefill is not _Prefill.ASKING or attempt != self.attempt or self.source is None:
             return []
+        assert self._asked is not None
         if refused:  # it has the KV, or computes it
             self.source, self._prefill = None, _Prefill.NONE
             return []
         self._prefill, self._prefill_leg = _Prefill.RUNNING, attempt
-        return [SendPrefill(self.source, attempt)]
+        return [self._asked, SendPrefill(self.source, attempt)]
 
     def _lose_sink(self, why: str, answer: Answer | None, options: Options) -> list[Effect]:
         lost = self.sink

@@ -142,7 +142,7 @@ class AwaitVerdict:
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """To count and to log. ``kind`` is the role of the engine that was lost."""
+    """To count and to log. ``kind`` is the role of the engine that was lost; decode may take over from prefill."""
 
     kind: str
     lost: str

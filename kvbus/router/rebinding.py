@@ -11,23 +11,24 @@ from kvbus.node import Node
 from kvbus.router.flying import AskRebind
 
 TIMEOUT_S = 1.0
-PATIENCE_S = 5.0  # the decode leg may still be on its way into the engine's scheduler
+PATIENCE_S = 5.0
 NOBODY = "nobody"  # an engine's id that is on no bus: decode looks for it, and then computes the prompt itself
 _PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.25)
 
 
-async def ask_rebind(node: Node, transfer_id: str, ask: AskRebind) -> str:
-    """Why not, empty if it will."""
+async def ask_rebind(node: Node, transfer_id: str, ask: AskRebind, decode_leg_sent_at: float) -> str:
+    """Why not, empty if it will. Asked again for a while if nobody answers, or if the decode leg is so new that it may
+    be on its way into the engine's scheduler; one that is older and unknown has its first token."""
     subject = node.subjects.rebind(ask.sink.engine)
     rebind = Rebind(transfer_id, ask.attempt, ask.source.engine if ask.source else NOBODY)
-    deadline, pauses = time.monotonic() + PATIENCE_S, iter(_PAUSES_S)
+    pauses, asked_at = iter(_PAUSES_S), time.monotonic()
     while True:
         try:
             reply = await node.request(subject, rebind, TIMEOUT_S)
             refused = reply.refused if isinstance(reply, RebindReply) else f"answered with {reply.KIND}"
-            again = refused == "unknown transfer"
+            again, since = refused == "unknown transfer", decode_leg_sent_at
         except (BusUnavailableError, MessageError) as failure:
-            refused, again = str(failure), True
-        if not again or time.monotonic() > deadline:
+            refused, again, since = str(failure), True, asked_at
+        if not again or time.monotonic() > since + PATIENCE_S:
             return refused
         await asyncio.sleep(next(pauses, _PAUSES_S[-1]))

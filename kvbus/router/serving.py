@@ -79,6 +79,7 @@ class Serving:
         self._old: set[asyncio.Task[None]] = set()
         self._whole: Answer | None = None
         self._stream: Stream | None = None
+        self._decode_leg_sent_at = 0.0
         self._result: flying.PassOn | flying.Refuse | flying.Fail | None = None
 
     async def run(self, request: web.Request) -> web.StreamResponse:
@@ -118,6 +119,7 @@ class Serving:
                 case flying.SendPrefill():
                     self._start("prefill", self._prefill(effect))
                 case flying.SendDecode():
+                    self._decode_leg_sent_at = time.monotonic()
                     self._start("decode", self._decode(effect))
                 case flying.AskRebind():
                     self._start("rebind", self._ask(effect))
@@ -204,7 +206,7 @@ class Serving:
                 return flying.SinkAnswered(attempt, answer.status)
 
     async def _ask(self, ask: flying.AskRebind) -> None:
-        refused = await ask_rebind(self._node, self._job.transfer_id, ask)
+        refused = await ask_rebind(self._node, self._job.transfer_id, ask, self._decode_leg_sent_at)
         if refused:
             logger.info("kvbus: request %s stays as it is: %s", self._job.transfer_id, refused)
         self._events.put_nowait(flying.RebindAnswered(ask.attempt, refused))

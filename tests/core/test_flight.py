@@ -94,11 +94,13 @@ def test_a_lost_prefill_engine_is_replaced_when_decode_agrees(how: str) -> None:
     assert flight.apply(lost, ALL) == [
         Release(P, D, 1),
         AskRebind(D, Q, 2),
-        TookOver("prefill", "P", "Q", 2, "gone"),
     ]
     assert flight.apply(lost, ALL) == [], "both may be said"
     assert flight.apply(RebindAnswered(1, ""), ALL) == []
-    assert flight.apply(RebindAnswered(2, ""), ALL) == [SendPrefill(Q, 2)]
+    assert flight.apply(RebindAnswered(2, ""), ALL) == [
+        TookOver("prefill", "P", "Q", 2, "gone"),
+        SendPrefill(Q, 2),
+    ]
     assert flight.apply(SourceAnswered(2), ALL) == []
     assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
 
@@ -123,7 +125,10 @@ def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
 
 def test_without_another_prefill_engine_decode_computes_it() -> None:
     flight = begun(PAIR)
-    assert flight.apply(SourceLost(1, "gone"), PAIR) == [Release(P, D, 1)], "it was told not to wait"
+    assert flight.apply(SourceLost(1, "gone"), PAIR) == [
+        Release(P, D, 1),
+        TookOver("prefill", "P", "D", 1, "gone"),
+    ], "it was told not to wait"
     assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
 
 
@@ -131,8 +136,8 @@ def test_a_decode_engine_that_waits_in_vain_is_told() -> None:
     flight = begun()
     assert flight.apply(SourceLost(1, "gone"), PAIR) == [
         Release(P, D, 1),
+        TookOver("prefill", "P", "D", 1, "gone"),
         AskRebind(D, None, 2),
-        TookOver("prefill", "P", "D", 2, "gone"),
     ]
     assert flight.apply(RebindAnswered(2, ""), PAIR) == []
 
@@ -142,7 +147,7 @@ def test_the_next_prefill_engine_may_be_lost_too_before_decode_has_agreed() -> N
     flight.apply(SourceLost(1, "gone"), ALL)
     assert AskRebind(D, R, 3) in flight.apply(EngineLeft("Q", 1, "gone"), ALL)
     assert flight.apply(RebindAnswered(2, ""), ALL) == []
-    assert flight.apply(RebindAnswered(3, ""), ALL) == [SendPrefill(R, 3)]
+    assert SendPrefill(R, 3) in flight.apply(RebindAnswered(3, ""), ALL)
 
 
 @pytest.mark.parametrize("done", [False, True])

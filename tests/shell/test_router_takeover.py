@@ -95,6 +95,34 @@ async def test_where_decode_has_the_kv_no_second_prefill_is_sent() -> None:
         assert other.requests == []
 
 
+async def test_of_an_old_request_that_decode_does_not_know_any_more_it_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not streamed, and has its first token long since."""
+    monkeypatch.setattr("kvbus.router.rebinding.PATIENCE_S", 0.0)
+    async with fronted("P", "Q", "D") as front:
+        front.refuse[""] = ["unknown transfer"] * 9
+        hold(front, "D")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await front.leave(lost.name)
+        await eventually(lambda: front.rebinds)
+        front["D"].hold.set()
+        assert (await asking).status == 200
+        assert (len(front.rebinds), other.requests) == (1, [])
+        assert await front.metric("kvbus_router_takeovers_total") == 0
+
+
+async def test_a_client_that_leaves_in_the_stream_ends_the_decode_leg() -> None:
+    async with fronted("P", "D") as front:
+        front["D"].stream = [TOKEN_EVENT, END]
+        front["D"].hold_rest.clear()
+        answer = await front.client.post("/v1/chat/completions", json={"stream": True})
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+        await eventually(lambda: front["D"].cancelled == 1)
+
+
 async def test_decode_is_told_when_there_is_nobody_to_wait_for() -> None:
     async with fronted("P", "Q", "D") as front:
         hold(front, "PQD")
