@@ -36,7 +36,7 @@ TRANSFER_HEADER = "X-KVBus-Transfer-Id"
 PREFILL_HEADER = "X-KVBus-Prefill"
 DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
-VERDICT_S = 0.25
+VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
 
 
 @dataclass(frozen=True, slots=True)

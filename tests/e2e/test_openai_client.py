@@ -26,6 +26,7 @@ SCHEMA = {
 }
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": SCHEMA}}
 
+# vLLM 0.32 on CPU dies of a seed with a prompt that is computed in pieces: those with a seed are short.
 # name, request; each prompt has a number of its own, so that no prefix cache makes it another test.
 COMPLETIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,9 +37,9 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 3},
     "echo with logprobs": {"echo": True, "logprobs": 1},
     "prompt logprobs": {"extra_body": {"prompt_logprobs": 1}},
-    "n with a seed": {"n": 2, "seed": 7, "temperature": 1.0},
+    "n with a seed": {"prompt": "# six\n" + LINE, "n": 2, "seed": 7, "temperature": 1.0},
     "several prompts": {"prompt": ["# one\n" + HEAD, "# two\n" + LINE, "# three\n" + HEAD]},
-    "several prompts and n": {"prompt": ["# four\n" + HEAD, "# five\n" + LINE], "n": 2, "seed": 3, "temperature": 1.0},
+    "several prompts and n": {"prompt": ["# four\n" + LINE, "# five\n" + LINE], "n": 2, "seed": 3, "temperature": 1.0},
     "token ids": {"prompt": [[*range(300, 420)], [*range(500, 600)]]},
     "stop": {"stop": ["e", "\n"], "max_tokens": 40},
     "stop, kept": {"stop": ["e"], "max_tokens": 40, "extra_body": {"include_stop_str_in_output": True}},
@@ -54,7 +55,7 @@ CHATS: dict[str, dict[str, Any]] = {
     "plain": {},
     "max_completion_tokens": {"max_tokens": None, "max_completion_tokens": 5},
     "logprobs": {"logprobs": True, "top_logprobs": 2},
-    "n with a seed": {"n": 3, "seed": 5, "temperature": 1.0},
+    "n with a seed": {"messages": [{"role": "user", "content": LINE}], "n": 3, "seed": 5, "temperature": 1.0},
     "stop": {"stop": "e", "max_tokens": 40},
     "json_schema": {
         "max_tokens": 60,
@@ -136,32 +137,55 @@ def joined(chunks: list[Any]) -> Any:
     return texts, ends, (usage.prompt_tokens, usage.completion_tokens) if usage else None
 
 
+def assert_same(got: Any, expected: Any) -> None:
+    """Equal, but for the last bits of log probabilities: prompts are cut into other pieces on prefill."""
+    if isinstance(expected, float):
+        assert got == pytest.approx(expected, abs=0.05)
+    elif isinstance(expected, dict):
+        assert got.keys() == expected.keys()
+        for key, value in expected.items():
+            assert_same(got[key], value)
+    elif isinstance(expected, list):
+        assert len(got) == len(expected)
+        for one, other in zip(got, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert got == expected
+
+
 Create = Callable[[AsyncOpenAI], Callable[..., Any]]
+
+
+async def outcome(create: Callable[..., Any], request: dict[str, Any]) -> Any:
+    """What a client gets: an answer, a stream, or a refusal."""
+    try:
+        answer = await create(**request)
+        return joined([chunk async for chunk in answer]) if request.get("stream") else told(answer)
+    except APIStatusError as refused:
+        assert refused.status_code < 500, refused.message
+        return ("refused", refused.status_code, refused.message)
 
 
 async def compare(clients: tuple[AsyncOpenAI, AsyncOpenAI], create: Create, request: dict[str, Any]) -> None:
     request = {key: value for key, value in request.items() if value is not None}
-    whole = [told(await create(client)(**request)) for client in clients]
-    assert whole[0] == whole[1]
-    assert whole[0]["choices"]
-    if request.get("echo") and (request.get("logprobs") or request["max_tokens"] == 0):
-        return  # vLLM's matter
-    streamed = []
-    for client in clients:
-        stream = await create(client)(**request, stream=True, stream_options={"include_usage": True})
-        streamed.append(joined([chunk async for chunk in stream]))
-    assert streamed[0] == streamed[1]
-    assert streamed[0][2] is not None
+    for how in ({}, {"stream": True, "stream_options": {"include_usage": True}}):
+        got, expected = [await outcome(create(client), {**request, **how}) for client in clients]
+        print(f"  {'streamed' if how else 'whole'}: {str(expected)[:150]}")
+        assert_same(got, expected)
+        if not how:
+            assert expected[0] != "refused" if isinstance(expected, tuple) else expected["choices"], expected
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 async def test_completions(clients: tuple[AsyncOpenAI, AsyncOpenAI], name: str) -> None:
+    print(name)
     request = {**COMPLETION, "prompt": f"# {name}\n{HEAD}", **COMPLETIONS[name]}
     await compare(clients, lambda client: client.completions.create, request)
 
 
 @pytest.mark.parametrize("name", CHATS)
 async def test_chats(clients: tuple[AsyncOpenAI, AsyncOpenAI], name: str) -> None:
+    print(name)
     await compare(clients, lambda client: client.chat.completions.create, {**CHAT, **CHATS[name]})
 
 
