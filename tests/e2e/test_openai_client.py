@@ -162,7 +162,6 @@ async def outcome(create: Callable[..., Any], request: dict[str, Any]) -> Any:
         answer = await create(**request)
         return joined([chunk async for chunk in answer]) if request.get("stream") else told(answer)
     except APIStatusError as refused:
-        assert refused.status_code < 500, refused.message
         return ("refused", refused.status_code, refused.message)
 
 
@@ -173,7 +172,8 @@ async def compare(clients: tuple[AsyncOpenAI, AsyncOpenAI], create: Create, requ
         print(f"  {'streamed' if how else 'whole'}: {str(expected)[:150]}")
         assert_same(got, expected)
         if not how:
-            assert expected[0] != "refused" if isinstance(expected, tuple) else expected["choices"], expected
+            assert isinstance(expected, dict), expected
+            assert expected["choices"]
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
