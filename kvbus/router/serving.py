@@ -120,8 +120,11 @@ class Serving:
                     self._start("prefill", self._prefill(effect))
                 case flying.SendDecode():
                     self._decode_leg_sent_at = time.monotonic()
+                    self._stream = self._whole = None  # a lost engine may have answered in the very same moment
+                    self._stop("rebind")
                     self._start("decode", self._decode(effect))
                 case flying.AskRebind():
+                    self._stop("prefill")
                     self._start("rebind", self._ask(effect))
                 case flying.AwaitVerdict():
                     self._start("verdict", self._await_verdict())
@@ -134,12 +137,15 @@ class Serving:
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Run ``work`` in place of what ran under its name."""
+        self._stop(name)
+        task = self._tasks[name] = asyncio.create_task(work, name=f"{name}-{self._job.transfer_id}")
+        task.add_done_callback(self._check)
+
+    def _stop(self, name: str) -> None:
         if (before := self._tasks.pop(name, None)) is not None and not before.done():
             before.cancel()
             self._old.add(before)
             before.add_done_callback(self._old.discard)
-        task = self._tasks[name] = asyncio.create_task(work, name=f"{name}-{self._job.transfer_id}")
-        task.add_done_callback(self._check)
 
     def _check(self, task: asyncio.Task[None]) -> None:
         """A task that fails by a fault of ours must not leave the client waiting."""
@@ -168,11 +174,12 @@ class Serving:
 
     async def _decode(self, send: flying.SendDecode) -> None:
         engine, attempt, job = send.sink, send.attempt, self._job
+        # Whoever streams can be told from whoever is stuck; without a stream the first byte is the last.
+        patience = asyncio.timeout(self._first_token_s if job.body.get("stream") is True else None)
         with self._loads.counted(engine, job.tokens):
             try:
-                # Whoever streams can be told from whoever is stuck; without a stream the first byte is the last.
                 async with (
-                    asyncio.timeout(self._first_token_s if job.body.get("stream") is True else None) as patience,
+                    patience,
                     upstream.post_leg(self._session, engine, job.path, self._decode_leg(send), job.headers) as answer,
                 ):
                     if answer.content_type == "text/event-stream" and answer.status < 400:
@@ -186,12 +193,11 @@ class Serving:
                     if self._stream is not None:
                         patience.reschedule(None)
                         await asyncio.Event().wait()  # it stays open, and the engine counted, until the client has it
-            except TimeoutError:
-                self._loads.suspect(engine)
-                self._events.put_nowait(flying.SinkLost(attempt, f"no token within {self._first_token_s:g} s"))
             except upstream.LOST as failure:
                 self._loads.suspect(engine)
-                self._events.put_nowait(flying.SinkLost(attempt, upstream.why(failure)))
+                late = f"no token within {self._first_token_s:g} s"
+                why = late if patience.expired() else upstream.why(failure)
+                self._events.put_nowait(flying.SinkLost(attempt, why))
 
     async def _first_token(self, answer: aiohttp.ClientResponse, attempt: int) -> flying.SinkAnswered | flying.SinkLost:
         stream = Stream(answer)

@@ -69,6 +69,18 @@ async def test_another_prefill_engine_takes_over(how: str) -> None:
         assert await front.metric('kvbus_router_takeovers_total{lost="prefill"}') == 1
 
 
+async def test_a_frozen_engines_leg_is_dropped() -> None:
+    async with fronted("P", "Q", "D") as front:
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await front.leave(lost.name)
+        await eventually(lambda: other.requests)
+        assert lost.cancelled == 1, "should it thaw, it has nothing to do"
+        front["D"].hold.set()
+        assert (await asking).status == 200
+
+
 async def test_the_question_is_asked_again_while_the_decode_leg_is_on_its_way() -> None:
     async with fronted("P", "Q", "D") as front:
         front.refuse[""] = ["unknown transfer"] * 3
