@@ -35,12 +35,13 @@ from kvbus.router.choose import Choice, is_usable, pairs
 from kvbus.router.errors import in_openais_form
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
+from kvbus.router.job import Job
 from kvbus.router.legs import Body, must_be_alone, new_transfer_id, traceparent_for
 from kvbus.router.loads import Loads
 from kvbus.router.meters import CONTENT_TYPE, Meters
 from kvbus.router.models import merge_models
 from kvbus.router.reading import BadRequestError, read_body
-from kvbus.router.serving import Job, Serving
+from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
 from kvbus.subjects import Subjects

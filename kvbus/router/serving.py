@@ -9,8 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
@@ -24,6 +23,7 @@ from kvbus.router.answers import BAD_GATEWAY, Answer, error, error_body
 from kvbus.router.choose import Choice, key_of
 from kvbus.router.events import Failure, Nothing, Token, error_event
 from kvbus.router.flight import Flight
+from kvbus.router.job import Job
 from kvbus.router.legs import Body, decode_leg, prefill_leg, transfers_of
 from kvbus.router.loads import Loads
 from kvbus.router.meters import Meters
@@ -37,19 +37,6 @@ PREFILL_HEADER = "X-KVBus-Prefill"
 DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A client's request, read and found good."""
-
-    path: str
-    body: Body
-    headers: Mapping[str, str]
-    transfer_id: str
-    traceparent: str
-    tokens: int
-    arrived_at: float
 
 
 class Serving:
