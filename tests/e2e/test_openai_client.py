@@ -40,6 +40,7 @@ COMPLETIONS: dict[str, dict[str, Any]] = {
     "n with a seed": {"prompt": "# six\n" + LINE, "n": 2, "seed": 7, "temperature": 1.0},
     "several prompts": {"prompt": ["# one\n" + HEAD, "# two\n" + LINE, "# three\n" + HEAD]},
     "several prompts and n": {"prompt": ["# four\n" + LINE, "# five\n" + LINE], "n": 2, "seed": 3, "temperature": 1.0},
+    "more than fits": {"prompt": [400] * 4000, "max_tokens": 500},
     "token ids": {"prompt": [[*range(300, 420)], [*range(500, 600)]]},
     "stop": {"stop": ["e", "\n"], "max_tokens": 40},
     "stop, kept": {"stop": ["e"], "max_tokens": 40, "extra_body": {"include_stop_str_in_output": True}},
@@ -63,6 +64,7 @@ CHATS: dict[str, dict[str, Any]] = {
     },
     "json_object": {"response_format": {"type": "json_object"}},
     "tools, none called": {"tools": [TOOL], "tool_choice": "none"},
+    "tools, as it likes": {"tools": [TOOL]},
     "a named tool": {
         "tools": [TOOL],
         "tool_choice": {"type": "function", "function": {"name": "look"}},
@@ -81,7 +83,6 @@ CHATS: dict[str, dict[str, Any]] = {
 # name, path, request, status: what an engine refuses is refused in its words.
 REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
     "over-long prompt": ("completions", {"prompt": [400] * 5000}, 400),
-    "prompt and answer are too long": ("completions", {"prompt": [400] * 4000, "max_tokens": 500}, 400),
     "negative max_tokens": ("completions", {"max_tokens": -1}, 400),
     "max_tokens 0": ("completions", {"max_tokens": 0}, 400),
     "text for max_tokens": ("completions", {"max_tokens": "many"}, 400),
