@@ -95,6 +95,9 @@ def router(
     max_wait_s: Annotated[float, typer.Option(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
     body_timeout_s: Annotated[float, typer.Option(help="How long a client may take to send its request.")] = 60,
+    first_token_s: Annotated[
+        float, typer.Option(help="How long an engine may take for a stream's first token before another takes over.")
+    ] = 600,
     max_takeovers: Annotated[
         int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
     ] = 3,
@@ -115,6 +118,7 @@ def router(
             max_wait_s=max_wait_s,
             body_timeout_s=body_timeout_s,
             max_body_mib=max_body_mib,
+            first_token_s=first_token_s,
             max_takeovers=max_takeovers,
         )
         asyncio.run(run_router(config, host, port, settings))

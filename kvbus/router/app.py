@@ -18,7 +18,15 @@ from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
 from kvbus.membership import Change, Membership, PeerLeft
-from kvbus.messages import Heartbeat, State
+from kvbus.messages import (
+    CancelAck,
+    Heartbeat,
+    RegistrationAck,
+    State,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
 from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.router import upstream
@@ -27,12 +35,13 @@ from kvbus.router.choose import Choice, is_usable, pairs
 from kvbus.router.errors import in_openais_form
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
+from kvbus.router.job import Job
 from kvbus.router.legs import Body, must_be_alone, new_transfer_id, traceparent_for
 from kvbus.router.loads import Loads
 from kvbus.router.meters import CONTENT_TYPE, Meters
 from kvbus.router.models import merge_models
 from kvbus.router.reading import BadRequestError, read_body
-from kvbus.router.serving import Job, Serving
+from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
 from kvbus.subjects import Subjects
@@ -49,9 +58,12 @@ class Router:
         self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
         self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
         self._gates: dict[str, Gate] = {}
-        self._servings: set[Serving] = set()
+        self._servings: dict[str, Serving] = {}
         self._meters.watch(lambda: len(self._servings), lambda: sum(gate.queued for gate in self._gates.values()))
         node.watch_peers(self._on_peer)
+        # A decode engine whose receive failed waits for a word of ours, also when the prefill engine lives.
+        node.listen(node.subjects.transfers("*"), (TransferStarted, TransferDone, TransferFailed), self._on_transfer)
+        node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck), self._on_ack)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._settings.max_body_mib << 20, middlewares=[in_openais_form])
@@ -94,10 +106,23 @@ class Router:
     def _on_peer(self, change: Change) -> None:
         if isinstance(change, PeerLeft):
             self._loads.forget(change.engine)
-            for serving in list(self._servings):
+            for serving in list(self._servings.values()):
                 serving.engine_left(change.engine, change.incarnation, change.reason)
         for gate in self._gates.values():
             gate.admit()
+
+    def _on_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
+        if isinstance(message, TransferFailed):
+            self._tell(message, message.reason)
+
+    def _on_ack(self, message: RegistrationAck | CancelAck) -> None:
+        if isinstance(message, RegistrationAck) and message.refused:
+            self._tell(message, message.refused)
+
+    def _tell(self, message: TransferFailed | RegistrationAck, why: str) -> None:
+        serving = self._servings.get(message.transfer_id.partition("#")[0])
+        if serving is not None:
+            serving.transfer_lost(message.source_engine, message.attempt, why)
 
     # Requests that one decode engine answers
 
@@ -178,12 +203,14 @@ class Router:
             logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
         job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at)
-        serving = Serving(job, begun, choice, self._node, self._session, self._loads, self._meters)
-        self._servings.add(serving)
+        serving = Serving(
+            job, begun, choice, self._node, self._session, self._loads, self._meters, settings.first_token_s
+        )
+        self._servings[transfer_id] = serving
         try:
             return await serving.run(request)
         finally:
-            self._servings.discard(serving)
+            del self._servings[transfer_id]
 
     async def _read(self, request: web.Request) -> Body:
         return await read_body(request, self._settings.body_timeout_s, self._settings.max_body_mib)

@@ -17,6 +17,29 @@ from typing import Protocol
 from kvbus.messages import FIRST_ATTEMPT, Heartbeat
 from kvbus.router.answers import Answer
 from kvbus.router.choose import Key, key_of
+from kvbus.router.flying import (
+    AskRebind,
+    AwaitVerdict,
+    ClientLeft,
+    Effect,
+    EngineLeft,
+    Event,
+    Fail,
+    PassOn,
+    RebindAnswered,
+    Refuse,
+    Release,
+    SendDecode,
+    SendPrefill,
+    SinkAnswered,
+    SinkLost,
+    SourceAnswered,
+    SourceLost,
+    SourceRefused,
+    TookOver,
+    TransferLost,
+    VerdictDue,
+)
 
 MAX_TAKEOVERS = 3
 TAKEOVER_S = 5.0
@@ -28,163 +51,6 @@ class Options(Protocol):
     def source(self, sink: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
 
     def sink(self, source: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
-
-
-# Events
-
-
-@dataclass(frozen=True, slots=True)
-class SourceAnswered:
-    """The prefill leg sent under ``attempt`` is done."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SourceRefused:
-    """The prefill engine says that the request is wrong."""
-
-    attempt: int
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class SourceLost:
-    """The prefill leg will not be done."""
-
-    attempt: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class SinkAnswered:
-    """The decode leg sent under ``attempt`` has its first token, or its whole answer."""
-
-    attempt: int
-    status: int
-
-
-@dataclass(frozen=True, slots=True)
-class SinkLost:
-    """The decode leg ended without a token; ``answer`` if the engine still said something."""
-
-    attempt: int
-    why: str
-    answer: Answer | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RebindAnswered:
-    """The decode engine's word on ``attempt``; ``refused`` is why not."""
-
-    attempt: int
-    refused: str
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLeft:
-    engine: str
-    incarnation: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class VerdictDue:
-    """The decode engine had its time to refuse in its own words what the prefill engine refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLeft:
-    """Or the answer broke off: nobody takes what is still to come."""
-
-
-Event = (
-    SourceAnswered
-    | SourceRefused
-    | SourceLost
-    | SinkAnswered
-    | SinkLost
-    | RebindAnswered
-    | EngineLeft
-    | VerdictDue
-    | ClientLeft
-)
-
-
-# Effects
-
-
-@dataclass(frozen=True, slots=True)
-class SendPrefill:
-    source: Heartbeat
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendDecode:
-    """In place of any decode leg before. Without a source, ``sink`` gets the client's request as it is."""
-
-    sink: Heartbeat
-    source: Heartbeat | None
-    attempt: int
-    takeover_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class AskRebind:
-    """In place of any question before. Without a source, ``sink`` shall wait no longer."""
-
-    sink: Heartbeat
-    source: Heartbeat | None
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Nobody takes what ``source`` has under ``attempt``."""
-
-    source: Heartbeat
-    sink: Heartbeat
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitVerdict:
-    """Apply :class:`VerdictDue` in a moment."""
-
-
-@dataclass(frozen=True, slots=True)
-class TookOver:
-    """To count and to log. ``kind`` is the role of the engine that was lost."""
-
-    kind: str
-    lost: str
-    instead: str
-    attempt: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class PassOn:
-    """The client gets the decode leg's answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """The client gets this answer of an engine."""
-
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Fail:
-    """No engine is left to ask."""
-
-    engine: str
-    why: str
-
-
-Effect = SendPrefill | SendDecode | AskRebind | Release | AwaitVerdict | TookOver | PassOn | Refuse | Fail
 
 
 class _Prefill(Enum):
@@ -216,6 +82,7 @@ class Flight:
     _takeovers: int = 0
     _waits_s: float = 0.0  # what the decode engine was told
     _refusal: Answer | None = None
+    _asked: TookOver | None = None
     _lost: set[Key] = field(default_factory=set)
 
     def begin(self, options: Options) -> list[Effect]:
@@ -251,6 +118,9 @@ class Flight:
                 return self._rebound(attempt, refused)
             case EngineLeft(engine, incarnation, why):
                 return self._leave((engine, incarnation), why, options)
+            case TransferLost(engine, attempt, why):
+                current = self.source is not None and engine == self.source.engine and attempt == self.attempt
+                return self._lose_source(why, options) if current and self._refusal is None else []
             case VerdictDue():
                 return self._refuse() if self._refusal is not None else []
             case ClientLeft():
@@ -277,27 +147,32 @@ class Flight:
         lost, effects = self.source, self._release()
         assert lost is not None
         self._lost.add(key_of(lost))
+        needed = self._prefill is not _Prefill.DONE  # else decode has the KV, most probably
         self.source = options.source(self.sink, frozenset(self._lost)) if self._may_take_over else None
+        self._asked = None
         if self.source is None:
             self._prefill = _Prefill.NONE
+            if needed:
+                effects.append(TookOver("prefill", lost.engine, self.sink.engine, self.attempt, why))
             if not self._waits_s:
                 return effects
-        else:
-            self._prefill = _Prefill.ASKING
-            self._takeovers += 1
+            self.attempt += 1
+            return [*effects, AskRebind(self.sink, None, self.attempt)]
+        self._prefill = _Prefill.ASKING
+        self._takeovers += 1
         self.attempt += 1
-        instead = self.source.engine if self.source is not None else self.sink.engine
-        took_over = TookOver("prefill", lost.engine, instead, self.attempt, why)
-        return [*effects, AskRebind(self.sink, self.source, self.attempt), took_over]
+        self._asked = TookOver("prefill", lost.engine, self.source.engine, self.attempt, why)
+        return [*effects, AskRebind(self.sink, self.source, self.attempt)]
 
     def _rebound(self, attempt: int, refused: str) -> list[Effect]:
         if self._prefill is not _Prefill.ASKING or attempt != self.attempt or self.source is None:
             return []
+        assert self._asked is not None
         if refused:  # it has the KV, or computes it
             self.source, self._prefill = None, _Prefill.NONE
             return []
         self._prefill, self._prefill_leg = _Prefill.RUNNING, attempt
-        return [SendPrefill(self.source, attempt)]
+        return [self._asked, SendPrefill(self.source, attempt)]
 
     def _lose_sink(self, why: str, answer: Answer | None, options: Options) -> list[Effect]:
         lost = self.sink

@@ -16,13 +16,19 @@ Body = dict[str, Any]
 # Whatever may be in the prompt stays: some chat templates render tools, tool_choice and response_format.
 _OF_THE_ANSWER = frozenset(
     {
+        "bad_words",
         "best_of",
         "echo",
+        "frequency_penalty",
         "include_stop_str_in_output",
+        "logit_bias",
         "logprobs",
         "min_tokens",
+        "presence_penalty",
         "prompt_logprobs",
+        "repetition_penalty",
         "return_tokens_as_token_ids",
+        "seed",
         "stop",
         "stop_token_ids",
         "stream_options",

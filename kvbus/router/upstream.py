@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -70,8 +72,16 @@ async def post(
     Raises:
         aiohttp.ClientError: no answer, or half of one.
     """
-    async with session.post(url_of(engine, path), json=leg, headers=headers) as answer:
+    async with post_leg(session, engine, path, leg, headers) as answer:
         return await whole(answer)
+
+
+def post_leg(
+    session: aiohttp.ClientSession, engine: Heartbeat, path: str, leg: Any, headers: Mapping[str, str]
+) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+    """Post, and leave the reading to the caller. A large body goes out piece by piece, not in one go on the loop."""
+    content = io.BytesIO(json.dumps(leg).encode())
+    return session.post(url_of(engine, path), data=content, headers={**headers, "Content-Type": "application/json"})
 
 
 LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)

@@ -12,7 +12,8 @@ import pytest
 from kvbus.messages import Heartbeat, Role, State
 from kvbus.router.answers import Answer
 from kvbus.router.choose import Key, fit, key_of
-from kvbus.router.flight import (
+from kvbus.router.flight import Flight
+from kvbus.router.flying import (
     AskRebind,
     AwaitVerdict,
     ClientLeft,
@@ -20,7 +21,6 @@ from kvbus.router.flight import (
     EngineLeft,
     Event,
     Fail,
-    Flight,
     PassOn,
     RebindAnswered,
     Refuse,
@@ -33,6 +33,7 @@ from kvbus.router.flight import (
     SourceLost,
     SourceRefused,
     TookOver,
+    TransferLost,
     VerdictDue,
 )
 
@@ -93,13 +94,24 @@ def test_a_lost_prefill_engine_is_replaced_when_decode_agrees(how: str) -> None:
     assert flight.apply(lost, ALL) == [
         Release(P, D, 1),
         AskRebind(D, Q, 2),
-        TookOver("prefill", "P", "Q", 2, "gone"),
     ]
     assert flight.apply(lost, ALL) == [], "both may be said"
     assert flight.apply(RebindAnswered(1, ""), ALL) == []
-    assert flight.apply(RebindAnswered(2, ""), ALL) == [SendPrefill(Q, 2)]
+    assert flight.apply(RebindAnswered(2, ""), ALL) == [
+        TookOver("prefill", "P", "Q", 2, "gone"),
+        SendPrefill(Q, 2),
+    ]
     assert flight.apply(SourceAnswered(2), ALL) == []
     assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
+
+
+def test_a_prefill_engine_that_lives_may_say_itself_that_there_will_be_no_kv() -> None:
+    flight = begun()
+    flight.apply(SourceAnswered(1), ALL)
+    for other in (TransferLost("Q", 1, "x"), TransferLost("P", 2, "x")):
+        assert flight.apply(other, ALL) == []
+    assert AskRebind(D, Q, 2) in flight.apply(TransferLost("P", 1, "the WRITE failed"), ALL)
+    assert flight.apply(TransferLost("P", 1, "of the other rank"), ALL) == []
 
 
 def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
@@ -113,7 +125,10 @@ def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
 
 def test_without_another_prefill_engine_decode_computes_it() -> None:
     flight = begun(PAIR)
-    assert flight.apply(SourceLost(1, "gone"), PAIR) == [Release(P, D, 1)], "it was told not to wait"
+    assert flight.apply(SourceLost(1, "gone"), PAIR) == [
+        Release(P, D, 1),
+        TookOver("prefill", "P", "D", 1, "gone"),
+    ], "it was told not to wait"
     assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
 
 
@@ -121,8 +136,8 @@ def test_a_decode_engine_that_waits_in_vain_is_told() -> None:
     flight = begun()
     assert flight.apply(SourceLost(1, "gone"), PAIR) == [
         Release(P, D, 1),
+        TookOver("prefill", "P", "D", 1, "gone"),
         AskRebind(D, None, 2),
-        TookOver("prefill", "P", "D", 2, "gone"),
     ]
     assert flight.apply(RebindAnswered(2, ""), PAIR) == []
 
@@ -132,7 +147,7 @@ def test_the_next_prefill_engine_may_be_lost_too_before_decode_has_agreed() -> N
     flight.apply(SourceLost(1, "gone"), ALL)
     assert AskRebind(D, R, 3) in flight.apply(EngineLeft("Q", 1, "gone"), ALL)
     assert flight.apply(RebindAnswered(2, ""), ALL) == []
-    assert flight.apply(RebindAnswered(3, ""), ALL) == [SendPrefill(R, 3)]
+    assert SendPrefill(R, 3) in flight.apply(RebindAnswered(3, ""), ALL)
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -214,6 +229,7 @@ EVENTS: list[Event] = [
     *(SinkAnswered(attempt, status) for attempt, status in product(range(1, 5), (200, 400))),
     *(RebindAnswered(attempt, why) for attempt, why in product(range(2, 5), ("", "its KV is here"))),
     *(EngineLeft(each, 1, "x") for each in "PQRDEF"),
+    *(TransferLost(each, attempt, "x") for each, attempt in product("PQ", range(1, 5))),
     SourceRefused(1, NO),
     SourceRefused(2, NO),
     VerdictDue(),

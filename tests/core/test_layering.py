@@ -28,6 +28,7 @@ SITES = {
     "nats": {"kvbus/bus.py"},
     "opentelemetry": {"kvbus/tracing.py"},
     "msgpack": {"kvbus/messages.py"},
+    "prometheus_client": {"kvbus/router/meters.py", "kvbus_connector/prometheus.py"},
     "vllm": {
         "kvbus_connector/connector.py",
         "kvbus_connector/nixl_plane.py",

@@ -7,10 +7,12 @@ import json
 from typing import Any
 
 import pytest
-from support.fronts import END, ROLE_EVENT, TOKEN_EVENT, FakeApi, Front, fronted
+from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
-from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, NOBODY, PREFILL_HEADER
+from kvbus.messages import RegistrationAck, TransferFailed, encode
+from kvbus.router.rebinding import NOBODY
+from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
 
@@ -31,7 +33,7 @@ def hold(front: Front, names: str) -> None:
         front[name].hold.clear()
 
 
-@pytest.mark.parametrize("how", ["killed", "status 503", "left"])
+@pytest.mark.parametrize("how", ["killed", "status 503", "left", "failed WRITE", "refused"])
 async def test_another_prefill_engine_takes_over(how: str) -> None:
     async with fronted("P", "Q", "D") as front:
         hold(front, "PQD")
@@ -42,6 +44,12 @@ async def test_another_prefill_engine_takes_over(how: str) -> None:
             lost.die()
         elif how == "left":
             await front.leave(lost.name)
+        elif how in ("failed WRITE", "refused"):
+            transfer = lost.params[0]["transfer_id"]
+            about = (f"{transfer}#0.1", lost.name, 1, 1, 0, 1, "r")
+            failed = TransferFailed(*about, "x") if how == "failed WRITE" else RegistrationAck(*about, "full")
+            subject = SUBJECTS.transfers("D") if how == "failed WRITE" else SUBJECTS.acks("D")
+            front.broker.route(subject, encode(failed))
         else:
             lost.status = 503
             lost.hold.set()
@@ -59,6 +67,18 @@ async def test_another_prefill_engine_takes_over(how: str) -> None:
         ]
         assert {(each.attempt, each.sink_engine) for each in front.cancels} == {(1, "D")}, "what the lost one may have"
         assert await front.metric('kvbus_router_takeovers_total{lost="prefill"}') == 1
+
+
+async def test_a_frozen_engines_leg_is_dropped() -> None:
+    async with fronted("P", "Q", "D") as front:
+        hold(front, "PQD")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await front.leave(lost.name)
+        await eventually(lambda: other.requests)
+        assert lost.cancelled == 1, "should it thaw, it has nothing to do"
+        front["D"].hold.set()
+        assert (await asking).status == 200
 
 
 async def test_the_question_is_asked_again_while_the_decode_leg_is_on_its_way() -> None:
@@ -85,6 +105,34 @@ async def test_where_decode_has_the_kv_no_second_prefill_is_sent() -> None:
         front["D"].hold.set()
         assert (await asking).status == 200
         assert other.requests == []
+
+
+async def test_of_an_old_request_that_decode_does_not_know_any_more_it_is_asked_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not streamed, and has its first token long since."""
+    monkeypatch.setattr("kvbus.router.rebinding.PATIENCE_S", 0.0)
+    async with fronted("P", "Q", "D") as front:
+        front.refuse[""] = ["unknown transfer"] * 9
+        hold(front, "D")
+        asking = front.ask()
+        lost, other = await asked(front, "P", "Q")
+        await front.leave(lost.name)
+        await eventually(lambda: front.rebinds)
+        front["D"].hold.set()
+        assert (await asking).status == 200
+        assert (len(front.rebinds), other.requests) == (1, [])
+        assert await front.metric("kvbus_router_takeovers_total") == 0
+
+
+async def test_a_client_that_leaves_in_the_stream_ends_the_decode_leg() -> None:
+    async with fronted("P", "D") as front:
+        front["D"].stream = [TOKEN_EVENT, END]
+        front["D"].hold_rest.clear()
+        answer = await front.client.post("/v1/chat/completions", json={"stream": True})
+        await answer.content.readuntil(b"\n\n")
+        answer.close()
+        await eventually(lambda: front["D"].cancelled == 1)
 
 
 async def test_decode_is_told_when_there_is_nobody_to_wait_for() -> None:
@@ -200,7 +248,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_sent_again(
 async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
     speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus.router.serving.SILENCE_S", 5.0 if speaks else 0.1)
+    monkeypatch.setattr("kvbus.router.streaming.SILENCE_S", 5.0 if speaks else 0.1)
     async with fronted("P", "D") as front:
         front["D"].stream = [TOKEN_EVENT, TOKEN_EVENT, END]
         front["D"].hold_rest.clear()
@@ -212,6 +260,20 @@ async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
         rest = await answer.content.read()
         assert rest == TOKEN_EVENT + END if speaks else b"error" in rest
         front["D"].hold_rest.set()
+
+
+async def test_a_stream_without_a_token_is_not_waited_for_for_ever() -> None:
+    """Its heartbeats go on, and its HTTP server is stuck."""
+    async with fronted("P", "D", "E", settings=Settings(first_token_s=0.3)) as front:
+        for api in (front["D"], front["E"]):
+            api.stream = [TOKEN_EVENT, END]
+            api.hold.clear()
+        asking = front.ask(stream=True)
+        stuck, other = await asked(front, "D", "E")
+        other.hold.set()
+        answer = await asking
+        assert (answer.status, answer.headers[DECODE_HEADER]) == (200, other.name)
+        await eventually(lambda: stuck.cancelled == 1)
 
 
 async def test_the_bound_on_takeovers() -> None:
