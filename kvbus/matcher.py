@@ -9,8 +9,7 @@ Pure: time is an argument (seconds, monotonic), whatever a peer can send is answ
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from typing import Any
 
 from kvbus import blocks
@@ -31,7 +30,6 @@ from kvbus.matching import (
     SinkLeft,
     SinkRefused,
     WriteEnded,
-    WriteJob,
 )
 from kvbus.messages import (
     Cancel,
@@ -50,65 +48,10 @@ from kvbus.messages import (
     Wanted,
 )
 from kvbus.sinks import Epoch, Sinks
+from kvbus.transfer import Outcome, Stage, Tombstone, Transfer, mismatch, same, write_job
 
 MAX_TRANSFERS = 1 << 16
 MAX_TOMBSTONES = 1 << 13
-
-
-class Outcome(Enum):
-    """How a transfer ended; the value is the reason given to a registration that comes too late."""
-
-    DONE = "already transferred"
-    FAILED = "transfer failed"
-    EXPIRED = "block lease expired"
-    CANCELLED = "cancelled"
-    NO_PREFILL = "prefill failed"
-    DRAINED = "draining"
-    SUPERSEDED = "superseded by another attempt"
-
-
-class _Stage(Enum):
-    WAITING = "waiting"  # for its other half, for the sink's memory, for the lease
-    WRITING = "writing"
-    WRITTEN = "written"  # the KV stays until the first token is out: another decode engine may have to take over
-
-
-@dataclass(slots=True)
-class _Transfer:
-    announced: bool = False
-    completion: PrefillCompleted | None = None
-    completed_at: float = 0.0
-    registration: Registration | None = None
-    registered_at: float = 0.0
-    acknowledged: bool = False
-    bound: bool = False  # the registration was sent to this very incarnation: only then may it be written to
-    stage: _Stage = _Stage.WAITING
-    writing_since: float = 0.0
-    cancel: Cancel | None = None
-    delivered: bool = False
-    done: TransferDone | None = None
-    watching: str = ""  # the decode engine that wants to know how far the prefill is, before it registers
-    progress: PrefillProgress | None = None
-    lowest_attempt: int = 0  # what was answered for earlier ones holds for ever: they are never written (F2, F4)
-    highest_attempt: int = 0  # heard of; a running WRITE of an earlier one is not the transfer's end
-
-    def forget(self) -> None:
-        """Forget the registration; the decode engine may send it again."""
-        self.registration, self.acknowledged, self.bound = None, False, False
-        self.stage, self.cancel, self.done, self.delivered = _Stage.WAITING, None, None, False
-
-    def close_attempt(self) -> None:
-        """Forget the registration, and refuse its attempt from now on."""
-        if self.registration is not None:
-            self.lowest_attempt = max(self.lowest_attempt, self.registration.attempt + 1)
-        self.forget()
-
-
-@dataclass(frozen=True, slots=True)
-class _Tombstone:
-    outcome: Outcome
-    attempt: int
-    reply: CancelAck | TransferDone | TransferFailed | None = None
 
 
 class Matcher:
@@ -138,10 +81,10 @@ class Matcher:
         self._engine, self._incarnation, self._rank, self._ranks = engine, incarnation, rank, ranks
         self._block_lease_s, self._pool_hold_s = block_lease_s, pool_hold_s
         self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
-        self._transfers: dict[str, _Transfer] = {}
+        self._transfers: dict[str, Transfer] = {}
         self._sinks = Sinks(engine, incarnation, rank, write_lease_s)
         self._deadlines: Deadlines[str] = Deadlines()
-        self._tombstones: BoundedDict[str, _Tombstone] = BoundedDict(MAX_TOMBSTONES)
+        self._tombstones: BoundedDict[str, Tombstone] = BoundedDict(MAX_TOMBSTONES)
         self._draining = False
         self._released: BoundedDict[str, None] = BoundedDict(MAX_TOMBSTONES)
 
@@ -150,8 +93,8 @@ class Matcher:
         """Sizes for metrics and tests: transfers by what they wait for."""
         held = self._transfers.values()
         return {
-            "writing": sum(t.stage is _Stage.WRITING for t in held),
-            "written": sum(t.stage is _Stage.WRITTEN for t in held),
+            "writing": sum(t.stage is Stage.WRITING for t in held),
+            "written": sum(t.stage is Stage.WRITTEN for t in held),
             "awaiting_prefill": sum(t.completion is None for t in held),
             "awaiting_registration": sum(t.completion is not None and t.registration is None for t in held),
             "transfers": len(self._transfers),
@@ -204,7 +147,7 @@ class Matcher:
         effects: list[Effect] = []
         for transfer_id in self._deadlines.pop_due(now):
             transfer = self._transfers.get(transfer_id)
-            if transfer is None or transfer.stage is _Stage.WRITING:
+            if transfer is None or transfer.stage is Stage.WRITING:
                 continue
             if transfer.completion is None and not transfer.acknowledged and not transfer.lowest_attempt:
                 del self._transfers[transfer_id]  # an unclaimed registration from the pool: not ours to answer
@@ -233,32 +176,32 @@ class Matcher:
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
                 return [self._ack(registration, refused="full")] if direct else [Reject("full")]
-            transfer = self._transfers[key] = _Transfer()
+            transfer = self._transfers[key] = Transfer()
         if registration.attempt < transfer.lowest_attempt:
             return [self._ack(registration, refused=Outcome.SUPERSEDED.value)] if direct else [Reject("stale attempt")]
         effects: list[Effect] = []
         held = transfer.registration
-        same = held is not None and _same(held, registration)
+        repeated = held is not None and same(held, registration)
         if held is not None:
-            if same and transfer.done is not None:
+            if repeated and transfer.done is not None:
                 return [Send(registration.sink_engine, transfer.done)]  # word of the end was lost
-            if same and (transfer.bound or not bound):
+            if repeated and (transfer.bound or not bound):
                 transfer.registration = registration
                 # Re-sent, because it or its acknowledgement was lost or is still under way.
                 again: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
                 return again + self._match(key, transfer, now) or [Reject("duplicate registration")]
-            if not same and registration.attempt <= held.attempt:
-                used_up = direct and transfer.stage is _Stage.WRITTEN
+            if not repeated and registration.attempt <= held.attempt:
+                used_up = direct and transfer.stage is Stage.WRITTEN
                 return [self._ack(registration, refused=Outcome.DONE.value) if used_up else Reject("stale attempt")]
             transfer.highest_attempt = max(transfer.highest_attempt, registration.attempt)
-            if transfer.stage is _Stage.WRITING:
+            if transfer.stage is Stage.WRITING:
                 # The old attempt's WRITE cannot be taken back; the new one is re-sent until it has ended.
                 return [Reject("write in progress")]
-            if not same:
+            if not repeated:
                 if transfer.acknowledged and transfer.done is None:
                     effects.append(self._ack(held, refused=Outcome.SUPERSEDED.value))
                 transfer.close_attempt()
-        if not same:
+        if not repeated:
             transfer.registered_at = now
         transfer.registration, transfer.bound = registration, bound
         transfer.acknowledged = direct or transfer.announced or transfer.completion is not None
@@ -280,16 +223,16 @@ class Matcher:
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
                 return [Reject("full")]
-            transfer = self._transfers[key] = _Transfer()
+            transfer = self._transfers[key] = Transfer()
             self._deadlines.set(key, now + self._pool_hold_s)  # it is asked again
-        if transfer.stage is _Stage.WRITING:
+        if transfer.stage is Stage.WRITING:
             return [Reject("nothing to keep")]
         transfer.watching = sink
         if transfer.completion is not None:
             self._deadlines.set(key, now + self._block_lease_s)
         return self._tell_watcher(transfer, transfer.completion or transfer.progress)
 
-    def _tell_watcher(self, transfer: _Transfer, word: PrefillProgress | PrefillCompleted | None) -> list[Effect]:
+    def _tell_watcher(self, transfer: Transfer, word: PrefillProgress | PrefillCompleted | None) -> list[Effect]:
         """All ranks hear the same of the scheduler: the first one passes it on."""
         if not transfer.watching or word is None or self._rank:
             return []
@@ -304,11 +247,11 @@ class Matcher:
         self._draining = True
         effects: list[Effect] = []
         for key, transfer in list(self._transfers.items()):
-            if transfer.stage is not _Stage.WRITING:
+            if transfer.stage is not Stage.WRITING:
                 effects += self._end(key, transfer, Outcome.DRAINED)
         return effects
 
-    def _register_late(self, registration: Registration, tombstone: _Tombstone, *, direct: bool) -> list[Effect]:
+    def _register_late(self, registration: Registration, tombstone: Tombstone, *, direct: bool) -> list[Effect]:
         if tombstone.outcome is Outcome.CANCELLED and not direct:
             return [Reject("late registration")]  # a cancel to the pool is remembered by engines that it did not mean
         reply = tombstone.reply
@@ -327,7 +270,7 @@ class Matcher:
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
                 return [Reject("full")]
-            transfer = self._transfers[progress.transfer_id] = _Transfer()
+            transfer = self._transfers[progress.transfer_id] = Transfer()
         transfer.announced, transfer.progress = True, progress
         if transfer.completion is None:
             self._deadlines.set(progress.transfer_id, now + self._registration_hold_s)
@@ -354,7 +297,7 @@ class Matcher:
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
                 return [*self._release(completion), Reject("full")]
-            transfer = self._transfers[key] = _Transfer()
+            transfer = self._transfers[key] = Transfer()
         transfer.completion, transfer.completed_at = completion, now
         self._deadlines.set(key, now + self._block_lease_s)
         if transfer.registration is None:
@@ -377,46 +320,35 @@ class Matcher:
         if failed.transfer_id in self._tombstones:
             return [Reject("late failure")]
         watching = transfer.watching if transfer is not None and transfer.registration is None else ""
-        effects = self._end(failed.transfer_id, transfer or _Transfer(), Outcome.NO_PREFILL, failed.reason)
+        effects = self._end(failed.transfer_id, transfer or Transfer(), Outcome.NO_PREFILL, failed.reason)
         return [*effects, Send(watching, failed)] if watching and not self._rank else effects
 
-    def _match(self, key: str, transfer: _Transfer, now: float) -> list[Effect]:
+    def _match(self, key: str, transfer: Transfer, now: float) -> list[Effect]:
         registration, completion = transfer.registration, transfer.completion
-        if registration is None or completion is None or not transfer.bound or transfer.stage is not _Stage.WAITING:
+        if registration is None or completion is None or not transfer.bound or transfer.stage is not Stage.WAITING:
             return []
         sink = self._sinks.get(registration.sink_engine, registration.sink_incarnation)
         if sink is None:
             return []  # SinkJoined matches again
-        if reason := _mismatch(registration, completion, sink):
+        if reason := mismatch(registration, completion, sink):
             return self._end(key, transfer, Outcome.FAILED, reason)
         if not self._sinks.may_write(sink, now):
             return []  # LeaseEcho matches again
-        transfer.stage, transfer.writing_since = _Stage.WRITING, now
+        transfer.stage, transfer.writing_since = Stage.WRITING, now
         self._deadlines.drop(key)
-        job = WriteJob(
-            transfer_id=key,
-            attempt=registration.attempt,
-            source_request=completion.request_id,
-            source_blocks=completion.blocks,
-            sink_engine=registration.sink_engine,
-            sink_incarnation=registration.sink_incarnation,
-            sink_request=registration.request_id,
-            sink_blocks=registration.blocks,
-            traceparent=registration.traceparent or completion.traceparent,
-        )
         started = TransferStarted(**self._about(registration))
-        return [PostWrite(job), Send(registration.sink_engine, started)]
+        return [PostWrite(write_job(registration, completion)), Send(registration.sink_engine, started)]
 
     def _end_write(self, ended: WriteEnded, now: float) -> list[Effect]:
         transfer = self._transfers.get(ended.transfer_id)
         registration = transfer.registration if transfer else None
-        if transfer is None or registration is None or transfer.stage is not _Stage.WRITING:
+        if transfer is None or registration is None or transfer.stage is not Stage.WRITING:
             return [Reject("unknown write")]
         if registration.attempt != ended.attempt:
             return [Reject("unknown write")]
         cancel = transfer.cancel
         if cancel is not None:
-            transfer.stage = _Stage.WAITING
+            transfer.stage = Stage.WAITING
             return self._cancel(cancel, now, direct=True)
         if ended.failure and self._draining:
             return self._end(ended.transfer_id, transfer, Outcome.FAILED, ended.failure)
@@ -439,7 +371,7 @@ class Matcher:
             return self._bury(ended.transfer_id, transfer, Outcome.DONE, done)
         if sink_left or transfer.highest_attempt > registration.attempt:
             return self._await_next_attempt(ended.transfer_id, transfer, now, done)
-        transfer.stage, transfer.done = _Stage.WRITTEN, done
+        transfer.stage, transfer.done = Stage.WRITTEN, done
         self._deadlines.set(ended.transfer_id, now + self._block_lease_s)
         return [Send(registration.sink_engine, done)]
 
@@ -454,16 +386,16 @@ class Matcher:
         if held is None or (held.attempt, held.request_id) != (delivered.attempt, delivered.request_id):
             return [Reject("late delivery")]
         match transfer.stage:
-            case _Stage.WRITTEN:
+            case Stage.WRITTEN:
                 return self._bury(delivered.transfer_id, transfer, Outcome.DONE, transfer.done, told=True)
-            case _Stage.WRITING:
+            case Stage.WRITING:
                 transfer.delivered = True
                 return []
-            case _Stage.WAITING:
+            case Stage.WAITING:
                 return [Reject("delivered before it was written")]
 
     def _await_next_attempt(
-        self, key: str, transfer: _Transfer, now: float, word: TransferDone | TransferFailed
+        self, key: str, transfer: Transfer, now: float, word: TransferDone | TransferFailed
     ) -> list[Effect]:
         """This attempt is over, and ``word`` says how; the KV stays for another one, for a block lease."""
         sink = transfer.registration.sink_engine if transfer.registration is not None else ""
@@ -478,18 +410,18 @@ class Matcher:
             return [self._cancel_ack(cancel)]  # another attempt has taken its place: it is not written
         if held is not None and cancel.attempt == held.attempt and cancel.sink_engine != held.sink_engine:
             return [Reject("stale cancel")]
-        if transfer is not None and transfer.stage is _Stage.WRITING:
+        if transfer is not None and transfer.stage is Stage.WRITING:
             transfer.cancel = cancel  # acknowledged when the WRITE has ended
             return []
         if transfer is None:
             known = cancel.transfer_id in self._tombstones
             if not known and cancel.release:  # the prefill may still come, and shall then free its blocks at once
-                self._tombstones[cancel.transfer_id] = _Tombstone(Outcome.CANCELLED, cancel.attempt)
+                self._tombstones[cancel.transfer_id] = Tombstone(Outcome.CANCELLED, cancel.attempt)
             if known or cancel.release:
                 return [self._cancel_ack(cancel)] if known or direct else [Reject("foreign cancel")]
             if not direct or len(self._transfers) >= self._max_transfers:
                 return [Reject("foreign cancel" if not direct else "full")]
-            transfer = self._transfers[cancel.transfer_id] = _Transfer()
+            transfer = self._transfers[cancel.transfer_id] = Transfer()
         if cancel.release:
             return [*self._bury(cancel.transfer_id, transfer, Outcome.CANCELLED, None), self._cancel_ack(cancel)]
         transfer.close_attempt()
@@ -511,14 +443,14 @@ class Matcher:
             effects += self._match(key, transfer, now)
         return effects
 
-    def _waiting_for(self, sink: str) -> list[tuple[str, _Transfer, Registration]]:
+    def _waiting_for(self, sink: str) -> list[tuple[str, Transfer, Registration]]:
         """Transfers with a registration of this decode engine for which no WRITE was posted yet."""
         return [
             (key, transfer, transfer.registration)
             for key, transfer in self._transfers.items()
             if transfer.registration is not None
             and transfer.registration.sink_engine == sink
-            and transfer.stage is _Stage.WAITING
+            and transfer.stage is Stage.WAITING
         ]
 
     def _hear(self, heard: Registration | LeaseEcho) -> bool:
@@ -540,9 +472,9 @@ class Matcher:
             registration = transfer.registration
             if registration is None or registration.sink_engine != left.engine:
                 continue
-            if registration.sink_incarnation > left.incarnation or transfer.stage is _Stage.WRITING:
+            if registration.sink_incarnation > left.incarnation or transfer.stage is Stage.WRITING:
                 continue
-            if transfer.stage is _Stage.WRITTEN:
+            if transfer.stage is Stage.WRITTEN:
                 transfer.close_attempt()  # the KV stays: another decode engine may take over
             else:
                 transfer.forget()
@@ -559,7 +491,7 @@ class Matcher:
                     effects.append(self._ack(registration, refused=refused.reason))
         return effects
 
-    def _end(self, key: str, transfer: _Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
+    def _end(self, key: str, transfer: Transfer, outcome: Outcome, reason: str = "") -> list[Effect]:
         """End a transfer and tell its sink, if it has one and nothing was written for it."""
         if transfer.done is not None:
             return self._bury(key, transfer, Outcome.DONE, transfer.done, told=True)
@@ -575,7 +507,7 @@ class Matcher:
     def _bury(
         self,
         key: str,
-        transfer: _Transfer,
+        transfer: Transfer,
         outcome: Outcome,
         reply: CancelAck | TransferDone | TransferFailed | None,
         *,
@@ -585,7 +517,7 @@ class Matcher:
         sink, attempt = (registration.sink_engine, registration.attempt) if registration else ("", 0)
         self._transfers.pop(key, None)
         self._deadlines.drop(key)
-        self._tombstones[key] = _Tombstone(outcome, attempt, reply)
+        self._tombstones[key] = Tombstone(outcome, attempt, reply)
         effects: list[Effect] = [Send(sink, reply)] if reply is not None and not told else []
         return effects + (self._release(transfer.completion) if transfer.completion else [])
 
@@ -616,22 +548,3 @@ class Matcher:
 
     def _cancel_ack(self, cancel: Cancel) -> Send:
         return Send(cancel.sink_engine, CancelAck(**self._about(cancel)))
-
-
-def _same(held: Registration, again: Registration) -> bool:
-    """Whether it is the same registration sent again: only what belongs to the sending may differ."""
-    sending = {name: getattr(held, name) for name in ("source_incarnation", "echoes", "epoch")}
-    return replace(again, **sending) == held
-
-
-def _mismatch(registration: Registration, completion: PrefillCompleted, sink: SinkJoined) -> str:
-    """Why the two cannot be joined, empty if they can. Rule F6: ids are checked before a WRITE is built."""
-    if registration.prompt_tokens != completion.tokens:
-        return f"prompt has {registration.prompt_tokens} tokens on decode, {completion.tokens} on prefill"
-    if registration.digest and completion.digest and registration.digest != completion.digest:
-        return "decode and prefill were given different prompts under one transfer id"
-    if len(registration.blocks) != len(completion.blocks):
-        return f"{len(registration.blocks)} KV groups on decode, {len(completion.blocks)} on prefill"
-    if blocks.highest(registration.blocks) >= sink.num_blocks:
-        return f"block {blocks.highest(registration.blocks)} is out of the decode engine's {sink.num_blocks} blocks"
-    return ""

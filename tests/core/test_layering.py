@@ -14,7 +14,7 @@ SOURCES = sorted([*(ROOT / "kvbus").rglob("*.py"), *(ROOT / "connector").rglob("
 
 LAYERS = [
     {"errors", "blocks", "subjects", "messages", "bounded", "config"},
-    {"matching", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
+    {"matching", "transfer", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
     {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "rank", "writer", "node"},
     {"source", "sink"},
     {"router", "local", "sim"},
