@@ -15,8 +15,10 @@ import typer
 from rich.console import Console
 
 from kvbus import __version__
-from kvbus.config import Config
+from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError, KVBusError
+
+BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
 app = typer.Typer(
     help="kvbus: push-based KV-cache transfer between vLLM's prefill and decode engines, coordinated over NATS.",
@@ -162,6 +164,28 @@ def up(
 
 
 @app.command()
+def drain(
+    engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /health shows it.")],
+    nats_url: NatsUrl,
+    namespace: Namespace = "default",
+    timeout: Annotated[float, typer.Option(help="How long to wait until it is empty, seconds.", min=0.1)] = 300.0,
+) -> None:
+    """Let an engine finish what it has and get nothing new, before it is stopped. Ends when the engine is empty.
+
+    Example: [bold]kvbus drain prefill-0 --nats-url nats://127.0.0.1:4222[/bold]
+    """
+    from kvbus.bus import NatsBus
+    from kvbus.local.drain import drain as drain_engine
+    from kvbus.subjects import Subjects, check_token
+
+    with clear_errors():
+        check_token("ENGINE", engine)
+        config = Config(nats_url=nats_url, namespace=namespace)
+        bus = NatsBus(config.servers, "kvbus-drain")
+        asyncio.run(drain_engine(bus, Subjects(config.namespace), engine, timeout, say))
+
+
+@app.command()
 def demo(model: ModelDir = None) -> None:
     """Run the main job once: one prefill and one decode engine, three chat questions, figures for each."""
     from kvbus.local.cluster import Cluster
@@ -209,7 +233,8 @@ def soak(
                 typer.echo(
                     f"run {run + 1}/{runs}: {got.requests} requests, {got.failed} failed, {got.wrong} wrong, "
                     f"{'STALLED' if outcome.stalled else 'no stall'}; TTFT p50 {got.ttft_p50:.0f} ms, p90 "
-                    f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; memory "
+                    f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; "
+                    f"hand-off p50 {outcome.hand_off_p50_ms:.1f} ms; memory "
                     f"{outcome.rss_quarter_mib:.0f} -> {outcome.rss_end_mib:.0f} MiB; idle CPU "
                     f"{outcome.idle_cpu_percent:.1f} % of a core; free blocks {outcome.free_blocks}"
                 )
@@ -219,19 +244,24 @@ def soak(
 @app.command()
 def bench(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; medians over them are shown.", min=1)] = 3,
-    arms: Annotated[str, typer.Option(help="What to compare: kvbus, push, pull (vLLM's own), by commas.")] = (
+    arms: Annotated[str, typer.Option(help=f"What to compare, by commas: {', '.join(BENCH_ARMS)}.")] = (
         "kvbus,push,pull"
     ),
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
     rate: Annotated[float, typer.Option(help="Requests per second of the second workload.", min=0.1)] = 5.0,
     requests: Annotated[int, typer.Option(help="Requests of each workload in each round.", min=1)] = 60,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    decode_blocks: Annotated[int | None, typer.Option(help="Give decode only so many KV blocks.", min=1)] = None,
     model: ModelDir = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Time to first token against vLLM's own NIXL connectors, one request at a time and at a rate.
 
-    Example: [bold]kvbus bench --rounds 3 --rate 5[/bold]
+    Examples:
+
+    [bold]kvbus bench --rounds 3 --rate 5[/bold]
+
+    [bold]kvbus bench --arms eager,jit --decode-blocks 200 --max-tokens 100[/bold] (when to take decode's blocks)
     """
     from rich.table import Table
 
@@ -248,14 +278,17 @@ def bench(
             benchmark.Workload(prompt_tokens, None, requests, max_tokens),
             benchmark.Workload(prompt_tokens, rate, requests, max_tokens),
         ]
-        results = benchmark.run_bench(folder, _run_folder(), chosen, loads, rounds, say)
+        results = benchmark.run_bench(folder, _run_folder(), chosen, loads, rounds, say, decode_blocks)
         if json_output:
             typer.echo(benchmark.as_json(results))
             return
-        table = Table("workload", "arm", "TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "failed", "TTFT p50 / kvbus")
+        names = ("TTFT p50 ms", "TTFT p90 ms", "TPOT p50 ms", "failed", "preemptions", f"TTFT p50 / {chosen[0]}")
+        table = Table("workload", "arm", *names)
         for each in benchmark.summarize(results):
-            figures = (f"{each.ttft_p50:.0f}", f"{each.ttft_p90:.0f}", f"{each.tpot_p50:.1f}", str(each.failed))
-            table.add_row(each.workload, each.arm, *figures, f"{each.ratio:.2f}")
+            figures = (f"{each.ttft_p50:.0f}", f"{each.ttft_p90:.0f}", f"{each.tpot_p50:.1f}")
+            table.add_row(
+                each.workload, each.arm, *figures, str(each.failed), str(each.preemptions), f"{each.ratio:.2f}"
+            )
         Console().print(table)
 
 
@@ -310,6 +343,39 @@ def sim(
         table.add_row(name, f"{number:,}")
     Console().print(table)
     say(f"no law was broken; {took_s:.0f} s")
+
+
+@app.command()
+def scale(
+    engines: Annotated[int, typer.Option(help="How many engines, half of them for prefill.", min=2)] = 64,
+    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 500.0,
+    minutes: Annotated[float, typer.Option(help="How long, after a warm-up of 10 s.", min=0.05)] = 10.0,
+    processes: Annotated[int, typer.Option(help="Processes that the engines are dealt to.", min=1)] = 4,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, 5 ms apart.", min=1)] = 4,
+    seed: Annotated[int, typer.Option(help="Of arrival times and of what engines take.")] = 1,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What one router and one nats-server cost with many engines, without a GPU.
+
+    The router, the nats-server, the engines' connections and every message on the bus are real. What vLLM computes and
+    the memory that KV is written into are played.
+
+    Example: [bold]kvbus scale --engines 64 --rate 200 --minutes 10[/bold]
+    """
+    from rich.table import Table
+
+    from kvbus.sim.scale import Scale, as_json, rows, run_scale
+
+    with clear_errors():
+        plan = Scale(engines, rate, minutes, min(processes, engines), max_tokens=max_tokens, seed=seed)
+        outcome = asyncio.run(run_scale(plan, _run_folder(), say))
+    if json_output:
+        typer.echo(as_json(outcome))
+        return
+    table = Table("what", "figure", title=f"{engines} engines, {rate:g} requests/s, {minutes:g} min")
+    for what, figure in rows(outcome):
+        table.add_row(what, figure)
+    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from kvbus.subjects import check_token
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
+REGISTRATIONS = ("eager", "jit", "after_prefill", "auto")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """What a user can set.
@@ -30,6 +33,9 @@ class Config:
         dead_after_s: seconds of silence after which an engine is taken for gone.
         block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
         transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
+        registration: when a decode engine takes blocks for a request whose KV comes from outside: ``eager``, as soon as
+            vLLM would; ``jit``, when its last tokens are being prefilled; ``after_prefill``; or ``auto``, eager while
+            half of its blocks would stay free, else jit. A request may say it, too.
         write_lease_s, max_write_s: see :mod:`kvbus.lease`; the same in all engines of a namespace.
     """
 
@@ -43,6 +49,7 @@ class Config:
     transfer_timeout_s: float = 600.0
     write_lease_s: float = 1.5
     max_write_s: float = 2.0
+    registration: str = "auto"
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -62,6 +69,8 @@ class Config:
         ):
             if not 0.01 <= getattr(self, name) <= 86400:
                 raise ConfigError(name, getattr(self, name), "0.01 to 86400 seconds")
+        if self.registration not in REGISTRATIONS:
+            raise ConfigError("registration", self.registration, ", ".join(REGISTRATIONS))
         if self.dead_after_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 "dead_after_s", self.dead_after_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"

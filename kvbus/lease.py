@@ -100,11 +100,11 @@ class SinkLease:
         if number > heard.number:
             heard.number, heard.at = number, now
 
-    def echo(self, engine: str, silent: Collection[str] = ()) -> Echoes:
-        """What to send to the ranks of ``engine``; nothing if it is in ``silent``. Calling it counts as sending it."""
+    def echo(self, engine: str) -> Echoes:
+        """What to send to the ranks of ``engine``. Calling it counts as sending it."""
         found = []
         for (name, born, rank), heard in self._heard.items():
-            if heard.number and name == engine and name not in silent:
+            if heard.number and name == engine:
                 heard.echoed_at = heard.at
                 found.append((name, born, rank, heard.number))
         return tuple(found)

@@ -87,6 +87,8 @@ class _Transfer:
     cancel: Cancel | None = None
     delivered: bool = False
     done: TransferDone | None = None
+    watching: str = ""  # the decode engine that wants to know how far the prefill is, before it registers
+    progress: PrefillProgress | None = None
     lowest_attempt: int = 0  # what was answered for earlier ones holds for ever: they are never written (F2, F4)
     highest_attempt: int = 0  # heard of; a running WRITE of an earlier one is not the transfer's end
 
@@ -269,12 +271,34 @@ class Matcher:
         return effects + self._match(key, transfer, now)
 
     def _keep(self, wanted: Wanted, now: float) -> list[Effect]:
-        """L1: the decode engine's queue may be longer than the block lease."""
-        transfer = self._transfers.get(wanted.transfer_id)
-        if transfer is None or transfer.completion is None or transfer.stage is _Stage.WRITING:
+        """L1: the decode engine's queue may be longer than the block lease. It also wants to know of the prefill."""
+        key, sink = wanted.transfer_id, wanted.sink_engine
+        if tombstone := self._tombstones.get(key):
+            failed = tombstone.outcome is Outcome.NO_PREFILL and self._rank == 0
+            return [Send(sink, self._prefill_failed(key))] if failed else [Reject("nothing to keep")]
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if len(self._transfers) >= self._max_transfers:
+                return [Reject("full")]
+            transfer = self._transfers[key] = _Transfer()
+            self._deadlines.set(key, now + self._pool_hold_s)  # it is asked again
+        if transfer.stage is _Stage.WRITING:
             return [Reject("nothing to keep")]
-        self._deadlines.set(wanted.transfer_id, now + self._block_lease_s)
-        return []
+        transfer.watching = sink
+        if transfer.completion is not None:
+            self._deadlines.set(key, now + self._block_lease_s)
+        return self._tell_watcher(transfer, transfer.completion or transfer.progress)
+
+    def _tell_watcher(self, transfer: _Transfer, word: PrefillProgress | PrefillCompleted | None) -> list[Effect]:
+        """All ranks hear the same of the scheduler: the first one passes it on."""
+        if not transfer.watching or word is None or self._rank:
+            return []
+        if isinstance(word, PrefillCompleted):
+            word = replace(word, blocks=())
+        return [Send(transfer.watching, word)]
+
+    def _prefill_failed(self, transfer_id: str) -> PrefillFailed:
+        return PrefillFailed(transfer_id, self._engine, self._incarnation, "", Outcome.NO_PREFILL.value)
 
     def _drain(self) -> list[Effect]:
         self._draining = True
@@ -304,13 +328,15 @@ class Matcher:
             if len(self._transfers) >= self._max_transfers:
                 return [Reject("full")]
             transfer = self._transfers[progress.transfer_id] = _Transfer()
-        transfer.announced = True
+        transfer.announced, transfer.progress = True, progress
         if transfer.completion is None:
             self._deadlines.set(progress.transfer_id, now + self._registration_hold_s)
-        if transfer.registration is not None and not transfer.acknowledged:
-            transfer.acknowledged = True
-            return [self._ack(transfer.registration)]
-        return []
+        if transfer.completion is not None:
+            return []
+        if transfer.registration is None:
+            return self._tell_watcher(transfer, progress)
+        transfer.acknowledged = True
+        return [self._ack(transfer.registration)]  # it is how the decode engine learns that the request is here
 
     def _complete(self, completion: PrefillCompleted, now: float) -> list[Effect]:
         if not self._is_ours(completion):
@@ -331,11 +357,16 @@ class Matcher:
             transfer = self._transfers[key] = _Transfer()
         transfer.completion, transfer.completed_at = completion, now
         self._deadlines.set(key, now + self._block_lease_s)
+        if transfer.registration is None:
+            return self._tell_watcher(transfer, completion)
         effects: list[Effect] = []
-        if transfer.registration is not None and not transfer.acknowledged:
+        if not transfer.acknowledged:
             transfer.acknowledged = True
             effects.append(self._ack(transfer.registration))
-        return effects + self._match(key, transfer, now)
+        effects += self._match(key, transfer, now)
+        if not transfer.announced and not effects:
+            return [self._ack(transfer.registration)]  # progress was lost, and the match waits: say that it is here
+        return effects
 
     def _fail_prefill(self, failed: PrefillFailed) -> list[Effect]:
         if not self._is_ours(failed):
@@ -345,7 +376,9 @@ class Matcher:
             return [Reject("failure after completion")]
         if failed.transfer_id in self._tombstones:
             return [Reject("late failure")]
-        return self._end(failed.transfer_id, transfer or _Transfer(), Outcome.NO_PREFILL, failed.reason)
+        watching = transfer.watching if transfer is not None and transfer.registration is None else ""
+        effects = self._end(failed.transfer_id, transfer or _Transfer(), Outcome.NO_PREFILL, failed.reason)
+        return [*effects, Send(watching, failed)] if watching and not self._rank else effects
 
     def _match(self, key: str, transfer: _Transfer, now: float) -> list[Effect]:
         registration, completion = transfer.registration, transfer.completion

@@ -62,6 +62,9 @@ class State(StrEnum):
     DRAINING = "draining"
 
 
+_ROLES = {role.value: role for role in Role}
+_STATES = {state.value: state for state in State}
+
 Pairs = tuple[tuple[str, str], ...]
 Echoes = tuple[tuple[str, int, int, int], ...]
 """``(prefill engine, its incarnation, rank, pulse number)``: see :mod:`kvbus.lease`."""
@@ -75,7 +78,9 @@ class Message:
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS[type(self)]:
-            object.__setattr__(self, name, check(name, getattr(self, name)))
+            value = getattr(self, name)
+            if (checked := check(name, value)) is not value:
+                object.__setattr__(self, name, checked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +218,8 @@ class _FromSourceRank(_FromSource):
 class RegistrationAck(_FromSourceRank):
     """The registration is held (``refused`` empty), or will never be served (``refused`` says why).
 
-    ``claimed``: the prefill engine has the request. Its first :class:`PrefillProgress` may have come before the decode
-    engine listened for it.
+    ``claimed``: the prefill engine has the request; an acknowledgement is sent again when it comes, and with each
+    :class:`PrefillProgress` of it. Decode engines do not listen to those themselves: each would hear all of the pool's.
     """
 
     KIND = "ack"
@@ -267,7 +272,8 @@ class TransferFailed(_FromSourceRank):
 class Heartbeat(Message):
     """An engine is there. ``incarnation`` is the wall-clock ns of its start: larger is newer.
 
-    ``requests`` are in its scheduler; of their prompts' tokens, ``queued_tokens`` are still to be computed here.
+    ``requests`` are in its scheduler, or only their KV is, for another engine; of their prompts' tokens,
+    ``queued_tokens`` are still to be computed here.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
     """
@@ -311,6 +317,26 @@ class LeaseEcho(Message):
     sink_incarnation: int
     echoes: Echoes
     epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequest(Message):
+    """Asks an engine to say that it is draining, so that routers send it nothing new."""
+
+    KIND = "drain?"
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainReply(Message):
+    """The engine is draining; it still has so many ``requests``."""
+
+    KIND = "drain!"
+
+    engine: str
+    incarnation: int
+    requests: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,15 +439,17 @@ def _text(name: str, value: object) -> str:
 
 
 def _role(name: str, value: object) -> Role:
-    if value not in (*Role,):
+    role = _ROLES.get(value) if isinstance(value, str) else None
+    if role is None:
         raise _bad(name, value, f"one of {', '.join(Role)}")
-    return Role(cast(str, value))
+    return role
 
 
 def _state(name: str, value: object) -> State:
-    if value not in (*State,):
+    state = _STATES.get(value) if isinstance(value, str) else None
+    if state is None:
         raise _bad(name, value, f"one of {', '.join(State)}")
-    return State(cast(str, value))
+    return state
 
 
 def _integer(name: str, value: object) -> int:

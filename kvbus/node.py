@@ -11,14 +11,14 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from kvbus.bus import Bus
 from kvbus.errors import KVBusError, MessageError, PayloadTooLargeError
 from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
-from kvbus.messages import Bye, Heartbeat, Message, Who, decode, encode
+from kvbus.messages import Bye, Heartbeat, Message, Role, Who, decode, encode
 from kvbus.metrics import Counters, OncePer
 from kvbus.presence import DISCONNECTS, lost_engine
 from kvbus.subjects import Subjects
@@ -48,6 +48,7 @@ class Node:
         name: of the thread, and in log lines.
         membership: told of every heartbeat.
         heartbeat_interval_s: how often :meth:`present` announces, seconds.
+        hears: the roles whose heartbeats are heard; in a large pool every other one is cost without use.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Node:
         name: str,
         membership: Membership,
         heartbeat_interval_s: float = 0.5,
+        hears: Collection[Role] = tuple(Role),
     ) -> None:
         self.bus, self.subjects, self.name, self.membership = bus, subjects, name, membership
         self.counters: Counters = bus.counters
         self._interval_s = heartbeat_interval_s
+        self.hears = frozenset(hears)
         self._participants: list[Participant] = []
         self._peer_watchers: list[Callable[[Change], None]] = []
         self._heartbeat_watchers: list[Callable[[Heartbeat], None]] = []
@@ -70,6 +73,7 @@ class Node:
         self._number = 0
         self._once = OncePer()
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._setup: list[Callable[[], Any]] = []
@@ -195,9 +199,12 @@ class Node:
     async def __aenter__(self) -> Self:
         """Run in the current event loop instead of a thread."""
         self._loop = asyncio.get_running_loop()
-        self.listen(self.subjects.heartbeats("*", "*"), Heartbeat, self._hear)
-        self.listen(self.subjects.bye("*"), Bye, self._hear)
-        self.listen(self.subjects.who, Who, lambda _: self._announce())
+        roles = ["*"] if self.hears == frozenset(Role) else sorted(self.hears)
+        for role in roles:
+            self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._hear)
+        if roles:
+            self.listen(self.subjects.bye("*"), Bye, self._hear)
+        self.listen(self.subjects.who, Who, lambda _: self.announce())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
@@ -233,10 +240,11 @@ class Node:
 
     async def _beat(self) -> None:
         while True:
-            self._announce()
+            self.announce()
             await asyncio.sleep(self._interval_s)
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Send a heartbeat now."""
         if self._heartbeat is None or not self.bus.connected:
             return
         self._number += 1
@@ -284,23 +292,29 @@ class Node:
             watcher(connected)
         if connected:
             self.publish(self.subjects.who, Who(self.name))
-            self._announce()
+            self.announce()
         self._arm()
 
     def _arm(self) -> None:
-        """(Re-)arm the one timer. While the bus is away silence proves nothing, so the membership's rests."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        """(Re-)arm the one timer. While the bus is away silence proves nothing, so the membership's rests.
+
+        A deadline that has moved away leaves the timer as it is, since that is what nearly every message does: it comes
+        too early, once, and is armed anew.
+        """
         deadlines = [participant.next_deadline() for participant in self._participants]
         if self.bus.connected:
             deadlines.append(self.membership.next_deadline())
         earliest = min((at for at in deadlines if at is not None), default=None)
-        if earliest is not None and self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, earliest - time.monotonic()), self._tick)
+        if earliest is None or self._loop is None or (self._timer is not None and self._timer_at <= earliest):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = earliest
+        self._timer = self._loop.call_later(max(0.0, earliest - time.monotonic()), self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
+        self._timer = None
         try:
             if self.bus.connected:
                 self._tell(self.membership.tick(now))

@@ -19,9 +19,6 @@ from kvbus.messages import (
     Delivered,
     Echoes,
     Heartbeat,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
     Pulse,
     Registration,
     RegistrationAck,
@@ -93,16 +90,7 @@ class BusBack:
     """The bus is connected again: whatever was published meanwhile is lost."""
 
 
-FromSource = (
-    RegistrationAck
-    | CancelAck
-    | TransferStarted
-    | TransferDone
-    | TransferFailed
-    | PrefillProgress
-    | PrefillCompleted
-    | PrefillFailed
-)
+FromSource = RegistrationAck | CancelAck | TransferStarted | TransferDone | TransferFailed
 Event = (
     Register
     | Received
@@ -128,8 +116,9 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Publish these echoes to the prefill ranks."""
+    """Publish these echoes to the ranks of the prefill engine ``engine``."""
 
+    engine: str
     echoes: Echoes
     epoch: int
 
@@ -207,6 +196,7 @@ class Registrar:
         self._cancel_timeout_s = cancel_timeout_s
         self._receives: dict[str, _Receive] = {}
         self._by_transfer: dict[str, str] = {}
+        self._by_engine: dict[str, dict[str, _Receive]] = {}  # what a heartbeat or pulse of this engine is about
         self._received: BoundedDict[str, _Receive] = BoundedDict(MAX_RECEIVED)
         self._timers: Deadlines[str] = Deadlines()
 
@@ -294,14 +284,13 @@ class Registrar:
             give_up_at=now + self._transfer_timeout_s,
         )
         self._receives[registration.request_id] = receive
+        self._by_engine.setdefault(receive.engine, {})[registration.request_id] = receive
         self._by_transfer[registration.transfer_id] = registration.request_id
         effects: list[Effect] = [self._publish(receive, now)]
         self._arm(receive)
         return effects
 
     def _from_source(self, event: FromSource, receive: _Receive, now: float) -> list[Effect]:
-        if isinstance(event, PrefillProgress | PrefillCompleted | PrefillFailed):
-            return self._from_prefill(event, receive, now)
         if event.request_id != receive.registration.request_id:
             return [Reject("another request")]
         if event.attempt != receive.registration.attempt:
@@ -312,7 +301,8 @@ class Registrar:
             return [Reject("another incarnation")]
         if not 0 <= event.rank < event.ranks or (receive.ranks and event.ranks != receive.ranks):
             return [Reject("bad rank")]
-        receive.engine, receive.incarnation, receive.ranks = event.source_engine, event.source_incarnation, event.ranks
+        self._bind(receive, event.source_engine)
+        receive.incarnation, receive.ranks = event.source_incarnation, event.ranks
         receive.acknowledged.add(event.rank)
         receive.patience_until = max(receive.patience_until, now + self._patience_s)
         effects: list[Effect] = []
@@ -344,40 +334,25 @@ class Registrar:
             self._arm(receive)
         return effects
 
-    def _from_prefill(
-        self, event: PrefillProgress | PrefillCompleted | PrefillFailed, receive: _Receive, now: float
-    ) -> list[Effect]:
-        if receive.engine and event.source_engine != receive.engine:
-            return [Reject("another prefill engine")]
-        if isinstance(event, PrefillFailed):
-            return self._cancel(receive, f"prefill failed: {event.reason}", now)
-        receive.claimed = True
-        if receive.phase not in _GIVING_UP:
-            receive.patience_until = max(receive.patience_until, now + self._patience_s)
-            self._arm(receive)
-        return []
-
     def _heartbeat(self, heartbeat: Heartbeat, now: float) -> list[Effect]:
         """A prefill engine that lives and knows of the request may take its time."""
-        for receive in self._receives.values():
-            if receive.claimed and receive.engine == heartbeat.engine and receive.phase is Phase.HELD:
+        for receive in self._by_engine.get(heartbeat.engine, {}).values():
+            if receive.claimed and receive.phase is Phase.HELD:
                 receive.patience_until = max(receive.patience_until, now + self._patience_s)
         return []
 
     def _hear_pulse(self, pulse: Pulse, now: float) -> list[Effect]:
         """Remember it, and echo it if this rank may have something to write for us."""
         self._lease.hear((pulse.source_engine, pulse.source_incarnation, pulse.rank), pulse.number, now)
-        wanted = any(
-            receive.engine == pulse.source_engine and receive.phase is not Phase.FENCING
-            for receive in self._receives.values()
-        )
-        echoes = self._lease.echo(pulse.source_engine, self._silenced()) if wanted else ()
-        return [Echo(echoes, self._epoch)] if echoes else []
+        engine = pulse.source_engine
+        wanted = self._by_engine.get(engine) and not self._is_silenced(engine)
+        echoes = self._lease.echo(engine) if wanted else ()
+        return [Echo(pulse.source_engine, echoes, self._epoch)] if echoes else []
 
     def _source_left(self, left: SourceLeft, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        for receive in list(self._receives.values()):
-            if receive.engine != left.engine or receive.incarnation > left.incarnation:
+        for receive in list(self._by_engine.get(left.engine, {}).values()):
+            if receive.incarnation > left.incarnation:
                 continue
             if receive.phase is not Phase.FENCING:
                 receive.reason = receive.reason or "prefill engine left"
@@ -440,9 +415,24 @@ class Registrar:
         given_up = self._abandon(receive, f"{receive.reason}; unanswered, fenced by the write lease")
         return given_up + [self._publish(live, now) for live in self._receives.values() if live.phase not in _GIVING_UP]
 
-    def _silenced(self) -> set[str]:
-        """Engines that get no echo, because a receive waits for their lease to run out."""
-        return {receive.engine for receive in self._receives.values() if receive.phase is Phase.FENCING}
+    def _is_silenced(self, engine: str) -> bool:
+        """Whether this engine gets no echo, because a receive waits for its lease to run out."""
+        return any(receive.phase is Phase.FENCING for receive in self._by_engine.get(engine, {}).values())
+
+    def _bind(self, receive: _Receive, engine: str) -> None:
+        """This prefill engine has answered for it."""
+        if engine == receive.engine:
+            return
+        request_id = receive.registration.request_id
+        self._leave_engine(receive.engine, request_id)
+        receive.engine = engine
+        self._by_engine.setdefault(engine, {})[request_id] = receive
+
+    def _leave_engine(self, engine: str, request_id: str) -> None:
+        receives = self._by_engine[engine]
+        del receives[request_id]
+        if not receives:
+            del self._by_engine[engine]
 
     def _abandon(self, receive: _Receive, reason: str) -> list[Effect]:
         self._forget(receive.registration.request_id)
@@ -453,6 +443,7 @@ class Registrar:
         if receive is None:
             return [Reject("unknown request")]
         del self._by_transfer[receive.registration.transfer_id]
+        self._leave_engine(receive.engine, request_id)
         self._timers.drop(request_id)
         return []
 
@@ -465,7 +456,7 @@ class Registrar:
             if not receive.engine:
                 return Publish("", replace(registration, epoch=self._epoch))
             receive.sent_to = receive.incarnation or self._lease.incarnation(receive.engine)
-            echoes = self._lease.echo(receive.engine, self._silenced())
+            echoes = () if self._is_silenced(receive.engine) else self._lease.echo(receive.engine)
             sent = replace(registration, source_incarnation=receive.sent_to, echoes=echoes, epoch=self._epoch)
             return Publish(receive.engine, sent)
         cancel = Cancel(

@@ -28,6 +28,7 @@ from kvbus.messages import (
     RebindReply,
     Registration,
     RegistrationAck,
+    Role,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -55,6 +56,14 @@ from kvbus.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
+
+def sources_of(role: Role) -> tuple[Role, ...]:
+    """The roles whose heartbeats a scheduler needs to hear: those of engines that may write into its own."""
+    return tuple(each for each in Role if each.prefills and role.decodes)
+
+
+PREFILL = (PrefillProgress, PrefillCompleted, PrefillFailed)
+OfPrefill = PrefillProgress | PrefillCompleted | PrefillFailed
 # The bus's word of a transfer and its notification in memory arrive at about the same time: look again for so long.
 NEWS_FRESH_S = 0.03
 
@@ -70,15 +79,18 @@ class SinkScheduler:
         self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
         self._abandoned: deque[Abandon] = deque()
         self._registered: dict[str, tuple[float, str]] = {}
+        self._prefill_watchers: list[Callable[[OfPrefill], None]] = []
         self._news = threading.Event()
         self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
-        node.listen(subjects.acks(engine), (RegistrationAck, CancelAck), self._apply)
-        node.listen(subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer)
-        node.listen(subjects.prefill("*"), (PrefillProgress, PrefillCompleted, PrefillFailed), self._apply)
-        node.watch_heartbeats(self._hear_heartbeat)
-        node.listen(subjects.pulses("*"), Pulse, self._apply)
+        if heartbeat.role.decodes:
+            node.listen(subjects.acks(engine), (RegistrationAck, CancelAck, *PREFILL), self._hear_source)
+            node.listen(
+                subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
+            )
+            node.watch_heartbeats(self._hear_heartbeat)
+            node.listen(subjects.pulses("*"), Pulse, self._apply)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
 
@@ -95,6 +107,14 @@ class SinkScheduler:
             return f"prefill engine {hint} is not on the bus" if hint else "no prefill engine is on the bus"
         fitting = [differences(self._own, peer) for peer in peers]
         return "" if [] in fitting else f"prefill engine {peers[0].engine} does not fit: {fitting[0][0]}"
+
+    @property
+    def connected(self) -> bool:
+        return self._node.bus.connected
+
+    def watch_prefills(self, watcher: Callable[[OfPrefill], None]) -> None:
+        """Call ``watcher`` with word of prefills that were asked for with ``Wanted``. Before the node is started."""
+        self._prefill_watchers.append(watcher)
 
     def register(self, registration: Registration, hint: str) -> None:
         """Publish a registration at once.
@@ -168,6 +188,13 @@ class SinkScheduler:
         self._apply(message)
         self._tell()
 
+    def _hear_source(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
+        if isinstance(message, RegistrationAck | CancelAck):
+            self._apply(message)
+            return
+        for watcher in self._prefill_watchers:
+            watcher(message)
+
     def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         if heartbeat.role.prefills:
             self._apply(heartbeat)
@@ -187,9 +214,9 @@ class SinkScheduler:
             match effect:
                 case Publish(engine, message):
                     self._node.publish(self._subject_of(message, engine), message)
-                case Echo(echoes, epoch):
+                case Echo(engine, echoes, epoch):
                     echo = LeaseEcho(self._own.engine, self._own.incarnation, echoes, epoch)
-                    self._node.publish(self._node.subjects.echoes, echo)
+                    self._node.publish(self._node.subjects.echoes(engine), echo)
                 case Abandon(request_id, reason):
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)

@@ -39,6 +39,12 @@ from kvbus.rank import AddPeer, Greet, Item
 
 logger = logging.getLogger(__name__)
 
+
+def sinks_of(role: Role) -> tuple[Role, ...]:
+    """The roles whose heartbeats a rank needs to hear: those of engines that it may write into."""
+    return tuple(each for each in Role if each.decodes and role.prefills)
+
+
 METADATA_TIMEOUT_S = 2.0
 METADATA_RETRY_S = 0.5
 
@@ -68,7 +74,7 @@ class RankNode:
             node.listen(subjects.pool, (Registration, Wanted), self._submit_pooled)
             node.listen(subjects.cancels(me), Cancel, submit)
             node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
-            node.listen(subjects.echoes, LeaseEcho, submit)
+            node.listen(subjects.echoes(me), LeaseEcho, submit)
             node.listen(subjects.prefill(me), (PrefillProgress, PrefillCompleted, PrefillFailed), submit)
         if own.role is not Role.PREFILL:
             # Whoever asks for this rank's metadata is about to make contact.
@@ -85,7 +91,7 @@ class RankNode:
         if isinstance(message, Pulse):
             self._node.publish(subjects.pulses(self._own.engine), message)
             return
-        is_ack = isinstance(message, RegistrationAck | CancelAck)
+        is_ack = isinstance(message, RegistrationAck | CancelAck | PrefillProgress | PrefillCompleted | PrefillFailed)
         self._node.publish(subjects.acks(engine) if is_ack else subjects.transfers(engine), message)
 
     def introduce(self, engine: str) -> None:

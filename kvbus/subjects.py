@@ -65,7 +65,7 @@ class Subjects:
         return self._of(f"done.{engine}")
 
     def prefill(self, engine: str) -> str:
-        """Progress, completion and failure of prefills in the prefill engine ``engine``."""
+        """Progress, completion and failure of prefills in ``engine``, for its ranks and observers."""
         return self._of(f"prefill.{engine}")
 
     def heartbeats(self, role: str, engine: str) -> str:
@@ -75,14 +75,17 @@ class Subjects:
         """Pulses of the ranks of the prefill engine ``engine``."""
         return self._of(f"pulse.{engine}")
 
-    @property
-    def echoes(self) -> str:
-        """Echoes of pulses, for all prefill ranks."""
-        return self._of("echo")
+    def echoes(self, engine: str) -> str:
+        """Echoes of the pulses of the prefill engine ``engine``."""
+        return self._of(f"echo.{engine}")
 
     def rebind(self, engine: str) -> str:
         """Request/reply: a router gives a transfer into the decode engine ``engine`` to another prefill engine."""
         return self._of(f"rebind.{engine}")
+
+    def drain(self, engine: str) -> str:
+        """Request/reply: an operator drains the engine ``engine``."""
+        return self._of(f"drain.{engine}")
 
     @property
     def who(self) -> str:

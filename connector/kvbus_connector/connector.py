@@ -142,7 +142,11 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVBusMetadata(self._scheduling.plan_step(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.step_done(connector_output.finished_recving or (), connector_output.failed_recving or ())
+        self._scheduling.step_done(
+            connector_output.finished_recving or (),
+            connector_output.failed_recving or (),
+            connector_output.finished_sending or (),
+        )
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -10,24 +10,39 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
 from kvbus import blocks as block_runs
+from kvbus.bounded import BoundedDict
 from kvbus.errors import PayloadTooLargeError
-from kvbus.messages import FIRST_ATTEMPT, Cancel, Heartbeat, Rebind, Registration, Wanted
+from kvbus.messages import (
+    FIRST_ATTEMPT,
+    Cancel,
+    Heartbeat,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Rebind,
+    Registration,
+    Wanted,
+)
 from kvbus.metrics import Counters, OncePer
 from kvbus.sink import SinkScheduler
 from kvbus.subjects import is_token
 
 from .identity import TransferName, digest_of, name_transfer, traceparent_of
 from .step import StepPlan
+from .timing import Progress, take_blocks_now
+from .timing import Registration as When
 
 logger = logging.getLogger(__name__)
 
 MAX_TAKEOVER_S = 30.0
+MAX_PREFILLS = 1 << 14
+WANT_INTERVAL_S = 1.0
 
 
 class BlockRules(Protocol):
@@ -48,13 +63,15 @@ class BlockRules(Protocol):
 
 class Stage(Enum):
     QUEUED = "queued"  # in vLLM's queue, without blocks
+    DEFERRED = "deferred"  # likewise, because its prefill is not far enough
     RECEIVING = "receiving"  # registered
     GIVEN_UP = "given up"  # the workers are told, and will report it to vLLM
     ORPHANED = "orphaned"  # reported: vLLM asks again, and for a while the router may name another prefill engine
     STARTING = "starting"  # received, no token yet
 
 
-_WAITING = (Stage.RECEIVING, Stage.GIVEN_UP, Stage.ORPHANED)
+_WITHOUT_BLOCKS = (Stage.QUEUED, Stage.DEFERRED, Stage.ORPHANED)
+_WAITING = (Stage.DEFERRED, Stage.RECEIVING, Stage.GIVEN_UP, Stage.ORPHANED)
 
 
 @dataclass(slots=True)
@@ -64,7 +81,10 @@ class _Request:
     attempt: int
     hint: str
     takeover_s: float
+    when: When
     stage: Stage = Stage.QUEUED
+    asked_at: float = 0.0
+    wanted_at: float = float("-inf")
     orphaned_until: float = 0.0
     rebound: tuple[int, str] | None = None
     over: bool = False  # vLLM only waits for the workers' report
@@ -74,11 +94,26 @@ class Incoming:
     """The table of these requests; see the module's docstring.
 
     ``kv_transfer_params`` that count: ``do_remote_prefill``, ``transfer_id``, ``prefill_engine_id`` (a hint),
-    ``attempt`` (from 1), ``takeover_s`` (for how long a router may name another prefill engine when one is lost).
+    ``attempt`` (from 1), ``takeover_s`` (for how long a router may name another prefill engine when one is lost),
+    ``registration`` (see :mod:`kvbus_connector.timing`).
+
+    Args:
+        when: where a request does not say.
+        room: the share of this engine's KV blocks that would stay free if so many tokens were allocated.
     """
 
-    def __init__(self, own: Heartbeat, rules: BlockRules, sink: SinkScheduler, counters: Counters) -> None:
+    def __init__(
+        self,
+        own: Heartbeat,
+        rules: BlockRules,
+        sink: SinkScheduler,
+        counters: Counters,
+        when: When,
+        room: Callable[[int], float],
+    ) -> None:
         self._own, self._rules, self._sink, self._counters = own, rules, sink, counters
+        self._when, self._room = when, room
+        self._prefills: BoundedDict[str, Progress] = BoundedDict(MAX_PREFILLS)
         self._requests: dict[str, _Request] = {}
         self._expect: dict[str, int] = {}
         self._abandon: list[str] = []
@@ -95,12 +130,14 @@ class Incoming:
         if not params or not params.get("do_remote_prefill"):
             return
         hint, attempt, takeover_s = (params.get(key) for key in ("prefill_engine_id", "attempt", "takeover_s"))
+        when = params.get("registration")
         self._requests[request.request_id] = _Request(
             request,
             name_transfer(request.request_id, params),
             attempt if type(attempt) is int and attempt > 0 else FIRST_ATTEMPT,
             hint if isinstance(hint, str) and is_token(hint) else "",  # what cannot be an engine's id is no hint
             min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
+            When(when) if when in (*When,) else self._when,
         )
 
     def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
@@ -108,20 +145,34 @@ class Incoming:
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.stage is Stage.STARTING:
             return 0
+        now = time.monotonic()
         if incoming.stage is Stage.ORPHANED and incoming.rebound is None:
-            if time.monotonic() < incoming.orphaned_until:
+            if now < incoming.orphaned_until:
                 return None
             self._counters.add("recomputed")
-            del self._requests[request.request_id]
+            self._decline(incoming, "no prefill engine took over")
             return 0
-        incoming.stage = Stage.QUEUED
         if incoming.rebound is not None:
             (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
+            incoming.asked_at = now
         if reason := self._sink.why_not(incoming.hint):
+            if incoming.takeover_s and self._sink.connected:
+                incoming.stage, incoming.orphaned_until = Stage.ORPHANED, now + incoming.takeover_s
+                return None
             self._complain(request, reason)
             self._decline(incoming, reason)
             return 0
-        return max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
+        tokens = max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
+        incoming.asked_at = incoming.asked_at or now
+        progress, room = self._prefills.get(incoming.name.transfer_id), self._room(tokens)
+        if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
+            incoming.stage = Stage.DEFERRED
+            if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
+                incoming.wanted_at = now
+                self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
+            return None
+        incoming.stage = Stage.QUEUED
+        return tokens
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """vLLM has allocated ``block_ids`` (those still to be filled) for ``external_tokens`` tokens from outside."""
@@ -160,7 +211,7 @@ class Incoming:
                 self._sink.aborted(request.request_id)
             case Stage.STARTING:
                 self._start(request.request_id)
-            case Stage.QUEUED | Stage.ORPHANED:
+            case Stage.QUEUED | Stage.DEFERRED | Stage.ORPHANED:
                 self._decline(incoming, "finished before it was scheduled")
 
     def plan(self, plan: StepPlan) -> None:
@@ -203,10 +254,16 @@ class Incoming:
             self._sink.rebound(incoming.request.request_id, rebind.source_engine)
         return ""
 
+    def prefill_moved(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        """A prefill engine says how far it is. Called from the node's thread."""
+        done = not isinstance(message, PrefillProgress)
+        nearly = isinstance(message, PrefillProgress) and message.computed >= message.total
+        self._prefills[message.transfer_id] = Progress(time.monotonic(), done or nearly, done)
+
     def want_queued(self) -> None:
         """Renew the block leases of what waits in vLLM's queue."""
         for incoming in list(self._requests.values()):
-            if incoming.stage is Stage.QUEUED:
+            if incoming.stage in _WITHOUT_BLOCKS:
                 self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
 
     def _start(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ Called by EngineCore's thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from kvbus import blocks as block_runs
@@ -27,7 +27,17 @@ class Outgoing:
     def __init__(self, own: Heartbeat, rules: BlockRules, node: Node) -> None:
         self._own, self._rules, self._node = own, rules, node
         self._prefilling: dict[str, tuple[TransferName, Any]] = {}
+        self._held: set[str] = set()
         self._ended: list[PrefillCompleted | PrefillFailed] = []
+
+    @property
+    def held(self) -> int:
+        """How many prefills are over whose KV is still needed."""
+        return len(self._held)
+
+    def released(self, request_ids: Collection[str]) -> None:
+        """The workers no longer need the KV of these."""
+        self._held.difference_update(request_ids)
 
     @property
     def queued_tokens(self) -> int:
@@ -66,6 +76,7 @@ class Outgoing:
                 traceparent=traceparent_of(request),
             )
         )
+        self._held.add(request_id)
         return True, {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -77,7 +88,7 @@ class Outgoing:
         """Tell the bus how far the prefills are, and put into ``plan`` what has ended."""
         for request_id, (name, request) in self._prefilling.items():
             computed = request.num_computed_tokens + scheduled_tokens.get(request_id, 0)
-            if request_id in scheduled_tokens and computed < request.num_prompt_tokens:
+            if request_id in scheduled_tokens and computed <= request.num_prompt_tokens:
                 about = self._about(name, request_id)
                 self._publish(PrefillProgress(**about, computed=computed, total=request.num_prompt_tokens))
         plan.prefills, self._ended = self._ended, []

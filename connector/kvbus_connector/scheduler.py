@@ -15,11 +15,11 @@ from kvbus.bus import Bus
 from kvbus.config import Config
 from kvbus.lease import SinkLease
 from kvbus.membership import Membership
-from kvbus.messages import Heartbeat, State
+from kvbus.messages import DrainReply, DrainRequest, Heartbeat, State
 from kvbus.metrics import Counters
 from kvbus.node import Node
 from kvbus.registrar import Registrar
-from kvbus.sink import SinkScheduler, serve_metadata
+from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
 from kvbus.tracing import Recorder
 
@@ -27,6 +27,7 @@ from .identity import listening_address
 from .incoming import BlockRules, Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
+from .timing import Registration
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,25 @@ class SchedulerHalf:
             name=f"kvbus-{own.engine[:8]}-scheduler",
             membership=Membership(dead_after_s=config.dead_after_s),
             heartbeat_interval_s=config.heartbeat_interval_s,
+            hears=sources_of(own.role),
         )
         self._payloads: dict[int, bytes] = {}
         self._address = config.http_address
         self._block_pool: Any = None
+        self._block_size = int(dict(own.compat).get("block_size", 16))
         self._requests = 0
+        self._draining = False
         self._closed = threading.Event()
         lease = SinkLease(config.write_lease_s, config.max_write_s)
         registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s)
         self._sink = SinkScheduler(self.node, registrar, own.engine, own, self._recorder)
-        self._incoming = Incoming(own, rules, self._sink, self.node.counters)
+        self._incoming = Incoming(
+            own, rules, self._sink, self.node.counters, Registration(config.registration), self._room
+        )
+        self._sink.watch_prefills(self._incoming.prefill_moved)
         self._outgoing = Outgoing(own, rules, self.node)
         self._sink.serve_rebind(self._incoming.rebind)
+        self.node.serve(self.node.subjects.drain(own.engine), DrainRequest, self._drain)
         serve_metadata(self.node, own.engine, own.incarnation, self._payloads)
         self.node.present(self._heartbeat)
         self.node.start()
@@ -130,9 +138,10 @@ class SchedulerHalf:
             self._sink.wait_for_news(IDLE_WAIT_S)
         return plan
 
-    def step_done(self, received: Collection[str], failed: Collection[str]) -> None:
-        """The workers have reported these receives as over, and some of them as failed."""
+    def step_done(self, received: Collection[str], failed: Collection[str], sent: Collection[str]) -> None:
+        """The workers have reported these receives as over, some of them as failed, and no longer need ``sent``."""
         self._incoming.reported(received, failed)
+        self._outgoing.released(sent)
 
     # Other threads
 
@@ -141,17 +150,36 @@ class SchedulerHalf:
         while not self._closed.wait(self._config.block_lease_s / 3):
             self._incoming.want_queued()
 
+    @property
+    def _busy(self) -> int:
+        return max(0, self._requests) + self._outgoing.held
+
+    def _drain(self, _: str, request: DrainRequest) -> DrainReply:
+        if not self._draining:
+            self._draining = True
+            logger.info("kvbus: draining, as %s asked: routers send nothing new", request.sender)
+            self.node.announce()
+        return DrainReply(self._own.engine, self._own.incarnation, self._busy)
+
+    def _room(self, tokens: int) -> float:
+        pool = self._block_pool
+        if pool is None:
+            return 1.0
+        free, total = int(pool.get_num_free_blocks()), int(pool.num_gpu_blocks)
+        return (free - tokens / self._block_size) / total
+
     def _heartbeat(self, number: int) -> Heartbeat:
         pool = self._block_pool
         ready = bool(self._payloads) and bool(self._address)
+        state = State.DRAINING if self._draining else State.READY if ready else State.STARTING
         return replace(
             self._own,
             number=number,
-            state=State.READY if ready else State.STARTING,
+            state=state,
             address=self._address,
             free_blocks=pool.get_num_free_blocks() if pool is not None else 0,
             total_blocks=pool.num_gpu_blocks if pool is not None else 0,
-            requests=max(0, self._requests),
+            requests=self._busy,
             queued_tokens=self._outgoing.queued_tokens,
         )
 

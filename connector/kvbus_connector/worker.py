@@ -21,7 +21,7 @@ from kvbus.messages import Heartbeat
 from kvbus.metrics import Counters
 from kvbus.node import Node
 from kvbus.rank import Abandon, Expect, Item, Rank, RankReport
-from kvbus.source import RankNode
+from kvbus.source import RankNode, sinks_of
 from kvbus.subjects import Subjects
 from kvbus.tracing import Recorder
 from kvbus.transport import Transport
@@ -96,6 +96,7 @@ class WorkerHalf:
             Subjects(self._config.namespace),
             name=name,
             membership=Membership(dead_after_s=self._config.dead_after_s),
+            hears=sinks_of(own.role),
         )
         ears = RankNode(node, own, plane.rank, self._submit_from_bus, plane.peer_ranks)
         matcher = Matcher(

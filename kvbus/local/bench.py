@@ -2,6 +2,7 @@
 
 vLLM's connectors are driven without a router, each leg straight to its engine: the best that they can do. kvbus is
 driven through its router, as users drive it. Prefix caching is off, so that every prompt's whole KV is transferred.
+The arms ``eager``, ``jit``, ``after_prefill`` and ``auto`` are kvbus with this ``registration``.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from kvbus.config import REGISTRATIONS
 from kvbus.local.cluster import HOST, Cluster, Engine, EngineSpec, Say, wait_until
 from kvbus.local.load import (
     Figures,
@@ -32,7 +36,7 @@ from kvbus.local.load import (
 from kvbus.local.process import free_port, stop_all
 from kvbus.router.legs import new_transfer_id
 
-ARMS = ("kvbus", "push", "pull")
+ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 ARGUMENTS = ("--max-model-len", "4096", "--seed", "1", "--no-enable-prefix-caching")
 WARM_UP = 5
 
@@ -57,28 +61,41 @@ class Result:
     workload: str
     round: int
     figures: Figures
+    preemptions: int
 
 
 def run_bench(
-    model: Path, logs: Path, arms: Sequence[str], loads: Sequence[Workload], rounds: int, say: Say
+    model: Path,
+    logs: Path,
+    arms: Sequence[str],
+    loads: Sequence[Workload],
+    rounds: int,
+    say: Say,
+    decode_blocks: int | None = None,
 ) -> list[Result]:
-    """Boot each arm anew in each round, one arm after the other, and run every workload on it."""
+    """Boot each arm anew in each round, one arm after the other, and run every workload on it.
+
+    Args:
+        decode_blocks: how many KV blocks the decode engine has; None leaves it to vLLM.
+    """
     results: list[Result] = []
     for number in range(rounds):
         for arm in arms:
             folder = logs / f"{number}-{arm}"
             folder.mkdir(parents=True)
             say(f"round {number + 1}/{rounds}: {arm}")
-            with _boot(arm, model, folder, say) as stream:
+            with _boot(arm, model, folder, say, decode_blocks) as (stream, decode):
                 warm = [make_prompt(loads[0].prompt_tokens, 9_000 + index) for index in range(WARM_UP)]
                 asyncio.run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
                 for load in loads:
+                    before = _preemptions(decode)
                     prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
                     shots = asyncio.run(
                         run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number)
                     )
-                    results.append(Result(arm, load.name, number, figures(shots)))
-                    say(f"  {load.name}: {_line(results[-1].figures)}")
+                    preempted = _preemptions(decode) - before
+                    results.append(Result(arm, load.name, number, figures(shots), preempted))
+                    say(f"  {load.name}: {_line(results[-1].figures)}, {preempted} preemptions on decode")
     return results
 
 
@@ -89,7 +106,7 @@ def _line(got: Figures) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Medians over the rounds of one arm and workload, ms; ``ratio`` is its TTFT p50 over kvbus's."""
+    """Medians over the rounds of one arm and workload, ms; ``ratio`` is its TTFT p50 over the first arm's."""
 
     arm: str
     workload: str
@@ -97,6 +114,7 @@ class Summary:
     ttft_p90: float
     tpot_p50: float
     failed: int
+    preemptions: int
     ratio: float
 
 
@@ -105,7 +123,11 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
         values = [getattr(r.figures, name) for r in results if (r.arm, r.workload) == (arm, workload)]
         return statistics.median(values) if values else 0.0
 
+    def total(arm: str, workload: str, read: Callable[[Result], int]) -> int:
+        return sum(read(r) for r in results if (r.arm, r.workload) == (arm, workload))
+
     keys = dict.fromkeys((r.workload, r.arm) for r in results)
+    first = results[0].arm if results else ""
     return [
         Summary(
             arm,
@@ -113,8 +135,9 @@ def summarize(results: Sequence[Result]) -> list[Summary]:
             median(arm, workload, "ttft_p50"),
             median(arm, workload, "ttft_p90"),
             median(arm, workload, "tpot_p50"),
-            sum(r.figures.failed for r in results if (r.arm, r.workload) == (arm, workload)),
-            median(arm, workload, "ttft_p50") / (median("kvbus", workload, "ttft_p50") or 1.0),
+            total(arm, workload, lambda r: r.figures.failed),
+            total(arm, workload, lambda r: r.preemptions),
+            median(arm, workload, "ttft_p50") / (median(first, workload, "ttft_p50") or 1.0),
         )
         for workload, arm in sorted(keys)
     ]
@@ -126,11 +149,21 @@ def as_json(results: Sequence[Result]) -> str:
     )
 
 
+def _preemptions(engine: Engine) -> int:
+    """vLLM's own counter."""
+    with urllib.request.urlopen(f"{engine.url}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return sum(int(float(value)) for value in re.findall(r"^vllm:num_preemptions_total{.*} (\S+)$", text, re.MULTILINE))
+
+
 @contextlib.contextmanager
-def _boot(arm: str, model: Path, logs: Path, say: Say) -> Iterator[Stream]:
-    if arm == "kvbus":
-        with Cluster(model, logs, arguments=ARGUMENTS, say=say) as cluster:
-            yield plain_stream(cluster.url, model.name)
+def _boot(arm: str, model: Path, logs: Path, say: Say, decode_blocks: int | None) -> Iterator[tuple[Stream, Engine]]:
+    """Yields how to send a prompt, and the decode engine."""
+    small = ["--num-gpu-blocks-override", str(decode_blocks)] if decode_blocks is not None else []
+    if arm not in ("push", "pull"):
+        extra = {"registration": arm} if arm in REGISTRATIONS else {}
+        with Cluster(model, logs, arguments=ARGUMENTS, decode_arguments=small, extra=extra, say=say) as cluster:
+            yield plain_stream(cluster.url, model.name), cluster.engines["decode-0"]
         return
     connector = {"push": "NixlPushConnector", "pull": "NixlConnector"}[arm]
     side_ports = {"prefill": free_port(), "decode": free_port()}
@@ -142,11 +175,12 @@ def _boot(arm: str, model: Path, logs: Path, say: Say) -> Iterator[Stream]:
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[kind]),
             }
-            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, ARGUMENTS, environment), logs))
+            arguments = [*ARGUMENTS, *(small if kind == "decode" else [])]
+            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, arguments, environment), logs))
         children = [engine.child for engine in engines]
         wait_until(lambda: all(engine.healthy for engine in engines), children, f"booting two engines ({arm})", say)
         make = _push_stream if arm == "push" else _pull_stream
-        yield make(engines[0], engines[1], model.name, side_ports["prefill"])
+        yield make(engines[0], engines[1], model.name, side_ports["prefill"]), engines[1]
     finally:
         stop_all([engine.child for engine in engines])
 

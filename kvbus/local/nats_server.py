@@ -38,9 +38,16 @@ def find_binary() -> str:
 
 
 class NatsServer:
-    """Runs until :meth:`stop`. ``port`` may be given to restart at the same address."""
+    """Runs until :meth:`stop`.
 
-    def __init__(self, logs: Path, port: int | None = None, name: str = "nats-server") -> None:
+    Args:
+        port: to restart at the same address.
+        monitored: whether it answers HTTP at ``monitor_url``, too.
+    """
+
+    def __init__(
+        self, logs: Path, port: int | None = None, name: str = "nats-server", *, monitored: bool = False
+    ) -> None:
         ports = logs / f"{name}-ports"
         ports.mkdir(parents=True, exist_ok=True)
         for old in ports.glob("*.ports"):
@@ -49,20 +56,24 @@ class NatsServer:
         configuration = logs / f"{name}.conf"
         configuration.write_text(CONFIGURATION)
         command = [find_binary(), "-c", str(configuration), "-a", "127.0.0.1", "-p", wanted]
+        command += ["-m", "-1"] if monitored else []
         self.child = Child(name, [*command, "--ports_file_dir", str(ports)], logs)
-        self.port = port or self._read_port(ports)
+        said = self._read_ports(ports) if port is None or monitored else {}
+        self.port = port or int(said["nats"][0].rpartition(":")[2])
+        self.monitor_url = said["monitoring"][0] if monitored else ""
         self.url = f"nats://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
         self.child.stop()
 
-    def _read_port(self, ports: Path) -> int:
+    def _read_ports(self, ports: Path) -> dict[str, list[str]]:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             self.child.check()
             for found in ports.glob("*.ports"):
                 text = found.read_text()
                 if text.strip().endswith("}"):
-                    return int(json.loads(text)["nats"][0].rpartition(":")[2])
+                    said: dict[str, list[str]] = json.loads(text)
+                    return said
             time.sleep(0.01)
         raise LocalClusterError(f"kvbus: nats-server did not start within {START_TIMEOUT_S} s: {self.child.tail()}")

@@ -10,7 +10,15 @@ from kvbus.bounded import BoundedDict
 from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.membership import Change, Membership, PeerChanged, PeerJoined, PeerLeft
-from kvbus.messages import Heartbeat, TransferDone, TransferFailed, TransferStarted
+from kvbus.messages import (
+    Heartbeat,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
 from kvbus.node import Node
 from kvbus.subjects import Subjects
 
@@ -18,11 +26,16 @@ MAX_KEPT = 4096
 
 
 class Observer:
-    """See the module's docstring. ``engines`` and ``transfers`` may be read from any thread."""
+    """See the module's docstring. ``engines``, ``transfers`` and ``hand_offs`` may be read from any thread.
+
+    ``hand_offs``: seconds from word of a prefill's completion to word of its WRITE being posted.
+    """
 
     def __init__(self, config: Config) -> None:
         self.engines: dict[str, Heartbeat] = {}
         self.transfers: BoundedDict[str, list[TransferDone]] = BoundedDict(MAX_KEPT)
+        self.hand_offs: deque[float] = deque(maxlen=MAX_KEPT)
+        self._completed: BoundedDict[str, float] = BoundedDict(MAX_KEPT)
         self.failures: deque[TransferFailed] = deque(maxlen=MAX_KEPT)
         self._changed = threading.Condition()
         subjects = Subjects(config.namespace)
@@ -32,6 +45,8 @@ class Observer:
         )
         self._node.watch_peers(self._on_peer)
         self._node.listen(subjects.transfers("*"), (TransferStarted, TransferDone, TransferFailed), self._on_transfer)
+        prefills = (PrefillProgress, PrefillCompleted, PrefillFailed)
+        self._node.listen(subjects.prefill("*"), prefills, self._on_prefill)
         self._node.start()
 
     def close(self) -> None:
@@ -60,10 +75,17 @@ class Observer:
                     self.engines.pop(engine, None)
             self._changed.notify_all()
 
+    def _on_prefill(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        if isinstance(message, PrefillCompleted):
+            self._completed[message.transfer_id] = time.monotonic()
+
     def _on_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         with self._changed:
             if isinstance(message, TransferFailed):
                 self.failures.append(message)
+            elif isinstance(message, TransferStarted):
+                if (completed_at := self._completed.pop(message.transfer_id, None)) is not None:
+                    self.hand_offs.append(time.monotonic() - completed_at)
             elif isinstance(message, TransferDone):
                 self.transfers.setdefault(message.transfer_id, []).append(message)
             self._changed.notify_all()

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import signal
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -20,7 +21,8 @@ from kvbus.local.load import Figures, Prompt, figures, make_prompt, plain_stream
 from kvbus.local.model import cache_dir
 
 STALL_S = 10.0
-ARGUMENTS = ("--max-model-len", "4096", "--seed", "1")
+# In bfloat16 even a single engine's answers depend on what else is in its batch.
+ARGUMENTS = ("--max-model-len", "4096", "--seed", "1", "--dtype", "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class Outcome:
     stalled: bool
     rss_quarter_mib: float
     rss_end_mib: float
+    hand_off_p50_ms: float
     idle_cpu_percent: float
     free_blocks: dict[str, str]
 
@@ -51,7 +54,7 @@ async def reference_answers(
     model: Path, logs: Path, prompts: Sequence[Prompt], max_tokens: int, say: Say
 ) -> list[list[int]]:
     """What a single engine without a connector answers; computed once for a set of prompts and kept."""
-    key = hashlib.sha256(json.dumps([prompts, max_tokens, str(model)]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([prompts, max_tokens, str(model), ARGUMENTS]).encode()).hexdigest()[:16]
     kept = cache_dir() / "references" / f"{key}.json"
     if kept.is_file():
         answers: list[list[int]] = json.loads(kept.read_text())
@@ -61,7 +64,6 @@ async def reference_answers(
         wait_until(lambda: engine.healthy, [engine.child], "booting the reference engine", say)
         say(f"asking it {len(prompts)} prompts")
         stream = plain_stream(engine.url, model.name)
-        # One after the other: in bf16 a large batch already changes a few answers.
         shots = await run_load(stream, prompts, rate=None, max_tokens=max_tokens)
     finally:
         engine.child.stop()
@@ -103,6 +105,7 @@ async def run_soak(model: Path, logs: Path, soak: Soak, say: Say) -> Outcome:
             rss_quarter_mib=round(watch.rss_quarter or watch.rss_end, 1),
             rss_end_mib=round(watch.rss_end, 1),
             idle_cpu_percent=round(idle, 1),
+            hand_off_p50_ms=round(1e3 * statistics.median(cluster.observer.hand_offs or [0.0]), 2),
             free_blocks={
                 name: f"{beat.free_blocks}/{beat.total_blocks}" for name, beat in cluster.observer.engines.items()
             },

@@ -50,7 +50,7 @@ class SimPrefill(Engine):
     def __init__(self, scene: Scene, bus: SimBus, own: Heartbeat) -> None:
         super().__init__(scene, bus, own)
         self.played: PlayedPrefill = PlayedPrefill(scene, own, self.submit, self._say)
-        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", "echo", f"prefill.{own.engine}"):
+        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", f"echo.{own.engine}", f"prefill.{own.engine}"):
             bus.subscribe(self.member, area, self._each_rank(lambda message: message))
         bus.subscribe(self.member, "reg", self._each_rank(_pooled))
         bus.subscribe(self.member, "cancel", self._each_rank(PooledCancel))
@@ -74,7 +74,6 @@ class SimPrefill(Engine):
 
     def _say(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
         self.publish(f"prefill.{self.own.engine}", message)
-        self.publish("prefill", message)
 
     def _each_rank(self, wrap: Callable[[Any], Any]) -> Callable[[Message], None]:
         def handle(message: Message) -> None:
@@ -103,7 +102,6 @@ class SimDecode(Engine):
         self.played: PlayedDecode = PlayedDecode(scene, own, self.submit, self)
         bus.subscribe(self.member, f"ack.{own.engine}", self._apply)
         bus.subscribe(self.member, f"done.{own.engine}", self._hear_done)
-        bus.subscribe(self.member, "prefill", self._apply)
         bus.subscribe(self.member, "pulse", self._apply)
         bus.subscribe(self.member, "hb", self._apply_prefill_beat)
         self.start()
@@ -186,8 +184,8 @@ class SimDecode(Engine):
                     self.publish(f"reg.{engine}", message)
                 case Publish(engine, Cancel() as message):
                     self.publish(f"cancel.{engine}" if engine else "cancel", message)
-                case Echo(echoes, epoch):
-                    self.publish("echo", LeaseEcho(self.own.engine, self.own.incarnation, echoes, epoch))
+                case Echo(engine, echoes, epoch):
+                    self.publish(f"echo.{engine}", LeaseEcho(self.own.engine, self.own.incarnation, echoes, epoch))
                 case Abandon(request_id, reason):
                     if "fenced" in reason:
                         self.scene.stage.counts["fenced by the lease"] += 1

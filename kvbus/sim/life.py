@@ -85,7 +85,7 @@ class Play:
         freeze: Callable[[float], None],
     ) -> None:
         self.stage, self.pace, self._scene, self._make = scene.stage, scene.pace, scene, make
-        self._outage, self._freeze = outage, freeze
+        self._outage, self._freeze, self._weather = outage, freeze, scene.weather or Weather(scene.stage, scene.pace)
         # The script has its own: what happens in a life must not change what was to happen.
         self._chance, self._router = random.Random(seed), random.Random(~seed)
         self._transfers, self._ended = transfers, 0
@@ -231,12 +231,12 @@ class Play:
         one, other = self._chance.sample([*self.engines], 2)
         self.stage.counts["partitions"] += 1
         for_s = self._chance.uniform(0.5, 12.0) * self.pace.wait
-        self._scene.weather.cut(one, other, both=self._chance.random() < 0.5, for_s=for_s)
+        self._weather.cut(one, other, both=self._chance.random() < 0.5, for_s=for_s)
 
     def _stall(self) -> None:
         self.stage.counts["stalls"] += 1
         for_s = self._chance.uniform(0.2, 6.0) * self.pace.wait
-        self._scene.weather.stall(self._chance.choice([*self.engines]), for_s)
+        self._weather.stall(self._chance.choice([*self.engines]), for_s)
 
     def _kill(self) -> None:
         """Kill one, and start it again under its name."""

@@ -111,4 +111,4 @@ async def _perform(play: Play, stage: LiveStage, progress: Callable[[int], None]
 
 
 def _acquainted(engines: list[LiveEngine]) -> bool:
-    return all(one.knows(other.own.engine) for one in engines for other in engines)
+    return all(one.knows(other.own) for one in engines for other in engines)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvbus.bus import Bus
@@ -22,12 +22,11 @@ from kvbus.rank import Item, Rank, RankReport
 from kvbus.registrar import Registrar
 from kvbus.sim.live_bus import FaultyBus
 from kvbus.sim.live_stage import LiveStage
-from kvbus.sim.plane import SimPlane, metadata_of
 from kvbus.sim.played import PlayedPrefill
 from kvbus.sim.played_decode import PlayedDecode
 from kvbus.sim.stage import Scene, Ticket
-from kvbus.sink import SinkScheduler, serve_metadata
-from kvbus.source import RankNode
+from kvbus.sink import SinkScheduler, serve_metadata, sources_of
+from kvbus.source import RankNode, sinks_of
 from kvbus.subjects import Subjects
 from kvbus.tracing import Recorder
 
@@ -103,11 +102,10 @@ class LiveEngine:
             transfer_timeout_s=pace.bound_s / 2,
             cancel_timeout_s=pace.cancel_timeout_s,
         )
-        self.node = self._make_node("scheduler")
+        self.node = self._make_node("scheduler", sources_of(own.role))
         self._sink = SinkScheduler(self.node, self._registrar, own.engine, own, Recorder("sim"))
-        serve_metadata(
-            self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), metadata_of(own.incarnation))
-        )
+        metadata = scene.fabric.metadata_of(own.incarnation)
+        serve_metadata(self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), metadata))
         self.node.present(lambda number: replace(own, number=number) if self.alive else None)
         self.played: PlayedPrefill | PlayedDecode
         if own.role is Role.PREFILL:
@@ -115,7 +113,7 @@ class LiveEngine:
         else:
             self.played = PlayedDecode(scene, own, self._submit, self._sink)
         self._drivers = [RankDriver(stage, self._report_of(rank)) for rank in range(own.tp_size)]
-        self._nodes = [self.node, *(self._make_node(f"rank{rank}") for rank in range(own.tp_size))]
+        self._nodes = [self.node, *(self._make_node(f"rank{rank}", sinks_of(own.role)) for rank in range(own.tp_size))]
         self._ranks = [self._make_rank(rank) for rank in range(own.tp_size)]
 
     @property
@@ -146,9 +144,10 @@ class LiveEngine:
             driver.close()
         await self._open.aclose()
 
-    def knows(self, engine: str) -> bool:
-        """Whether the scheduler and every rank have heard of it."""
-        return all(node.membership.get(engine) is not None for node in self._nodes)
+    def knows(self, other: Heartbeat) -> bool:
+        """Whether the scheduler and every rank have heard of it, if they need to."""
+        listening = [node for node in self._nodes if other.role in node.hears]
+        return all(node.membership.get(other.engine) is not None for node in listening)
 
     def leftovers(self) -> dict[str, int]:
         """How much it remembers of requests, by table."""
@@ -160,17 +159,20 @@ class LiveEngine:
             "WRITEs": sum(rank.writing for rank in self._ranks),
         }
 
-    def _make_node(self, part: str) -> Node:
+    def _make_node(self, part: str, hears: Collection[Role]) -> Node:
         name = f"{self.own.engine}-{self.own.incarnation}-{part}"
-        bus = FaultyBus(self._make_inner(name), self.own.engine, self.scene.weather, self._stage)
-        self._buses.append(bus)
+        bus = self._make_inner(name)
+        if self.scene.weather is not None:
+            faulty = FaultyBus(bus, self.own.engine, self.scene.weather, self._stage)
+            self._buses.append(faulty)
+            bus = faulty
         pace = self.scene.pace
         membership = Membership(dead_after_s=pace.dead_after_s)
-        return Node(bus, SUBJECTS, name=name, membership=membership, heartbeat_interval_s=pace.beat_s)
+        return Node(bus, SUBJECTS, name=name, membership=membership, heartbeat_interval_s=pace.beat_s, hears=hears)
 
     def _make_rank(self, number: int) -> Rank:
         pace, own, driver = self.scene.pace, self.own, self._drivers[number]
-        plane = SimPlane(self._stage, pace, self.scene.fabric, own.engine, number)
+        plane = self.scene.fabric.make_plane(self._stage, pace, own.engine, number)
         plane.on_news = driver.wake
         ears = RankNode(self._nodes[1 + number], own, number, driver.submit, plane.peer_ranks)
         offset = self._stage.chance.uniform(0, 1e6)

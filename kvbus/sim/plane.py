@@ -6,15 +6,23 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from kvbus import blocks
 from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.matching import WriteEnded, WriteJob
 from kvbus.sim.faults import Violation
 from kvbus.sim.stage import Pace, Stage
+from kvbus.transport import Transport
 
 NUM_BLOCKS = 96
 _ROUNDING_S = 1e-6
+
+
+class Plane(Transport, Protocol):
+    """A played transport; ``on_news`` is called when something has landed, here or at the peer."""
+
+    on_news: Callable[[], None]
 
 
 class Arena:
@@ -63,6 +71,14 @@ class Fabric:
         self._tie = itertools.count()
         self.arenas: dict[str, Arena] = {}
         self.ranks: dict[tuple[str, int], SimPlane] = {}
+
+    def make_plane(self, stage: Stage, pace: Pace, engine: str, rank: int) -> Plane:
+        """The transport of one rank."""
+        return SimPlane(stage, pace, self, engine, rank)
+
+    def metadata_of(self, incarnation: int) -> bytes:
+        """What a rank answers to a metadata request."""
+        return metadata_of(incarnation)
 
     def land_after(self, takes_s: float, land: Callable[[], None]) -> None:
         heapq.heappush(self._landings, (self._stage.now + takes_s, next(self._tie), land))

@@ -137,10 +137,13 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What the engines of one life share. ``counters`` are those of their ranks."""
+    """What the engines of one life share. ``counters`` are those of their ranks.
+
+    Without a ``weather`` messages on a real bus are just as a real engine's.
+    """
 
     stage: Stage
     pace: Pace
     fabric: Fabric
-    weather: Weather
+    weather: Weather | None = None
     counters: Counters = field(default_factory=Counters)

@@ -21,6 +21,8 @@ from kvbus.messages import (
     Bye,
     Cancel,
     CancelAck,
+    Delivered,
+    DrainRequest,
     Heartbeat,
     LeaseEcho,
     Message,
@@ -30,6 +32,7 @@ from kvbus.messages import (
     PrefillFailed,
     PrefillProgress,
     Pulse,
+    Rebind,
     Registration,
     RegistrationAck,
     Role,
@@ -42,6 +45,7 @@ from kvbus.messages import (
     encode,
 )
 from kvbus.node import Node
+from kvbus.presence import DISCONNECTS
 from kvbus.subjects import Subjects
 
 PAYLOADS = int(os.environ.get("KVBUS_FUZZ", "30000"))
@@ -63,9 +67,12 @@ SUBJECTS = [
     S.who,
     S.bye("Q"),
     S.pulses("P"),
-    S.echoes,
+    S.echoes("P"),
     S.metadata("D", 0),
     S.metadata("D", "x"),
+    S.rebind("D"),
+    S.drain("P"),
+    DISCONNECTS,
 ]
 SOURCE = {"transfer_id": "t", "source_engine": "P", "source_incarnation": 1}
 RANK = {**SOURCE, "attempt": 1, "rank": 0, "ranks": 1, "request_id": "r"}
@@ -87,6 +94,9 @@ SAMPLES: list[Message] = [
     Bye("Q", 1),
     Pulse("Q", 1, 0, 1),
     LeaseEcho("Q", 1, (("P", 1, 0, 1),)),
+    Delivered(**SINK),
+    Rebind("t", 2, "Q"),
+    DrainRequest("x"),
     MetadataRequest("x"),
     MetadataReply("Q", 1, 0, b"x"),
 ]
@@ -119,7 +129,7 @@ def test_whatever_comes_engines_go_on(caplog: pytest.LogCaptureFixture) -> None:
         before_mib = 0.0
         for sent in range(0, PAYLOADS, BATCH):
             for _ in range(BATCH):
-                broker.route(chance.choice(SUBJECTS), payload(chance))
+                broker.route(chance.choice(SUBJECTS), payload(chance), reply="inbox")
             settle(prefill, decode)
             prefill.step()
             decode.step()

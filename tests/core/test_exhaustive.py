@@ -218,8 +218,8 @@ class State:
                     self.wire.append(("P", PooledCancel(message)))
                 case Publish(_, message):
                     self.wire.append(("P", message))
-                case Echo(echoes, epoch):
-                    self.wire.append(("P", LeaseEcho("D", 1, echoes, epoch)))
+                case Echo(engine, echoes, epoch):
+                    self.wire.append((engine, LeaseEcho("D", 1, echoes, epoch)))
                 case Abandon():
                     assert self.attempt not in self.given_back, "given back twice"
                     assert self.attempt not in self.landed, "given back after it was reported"

@@ -198,7 +198,7 @@ def test_the_match_waits_for_the_sinks_memory() -> None:
     matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, **FOREVER)
     matcher.pulse(0.0)
     assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.0) == [ACK, Introduce("D")]
-    assert matcher.apply(COMPLETED, 2.0) == []
+    assert matcher.apply(COMPLETED, 2.0) == [CLAIMED]
     assert matcher.apply(SinkJoined("D", 6, 64), 2.5) == [], "an older incarnation"
     assert matcher.apply(JOINED, 3.0) == [POST, STARTED]
 
@@ -218,6 +218,15 @@ def test_a_registration_for_another_incarnation_of_this_engine_is_not_ours(match
     assert matcher.apply(replace(POOLED, source_incarnation=4), 2.0) == [Reject("for another incarnation")]
     assert matcher.apply(POOLED, 3.0) == [CLAIMED], "D does not know the incarnation yet: the acknowledgement says it"
     assert matcher.apply(REGISTRATION, 4.0) == [CLAIMED, POST, STARTED]
+
+
+def test_decode_is_told_of_the_prefills_progress_until_it_is_done(matcher: Matcher) -> None:
+    """It does not hear it itself; and word of it may be lost, so each one is told."""
+    assert matcher.apply(REGISTRATION, 1.0) == [ACK]
+    assert matcher.apply(PROGRESS, 2.0) == [CLAIMED]
+    assert matcher.apply(replace(PROGRESS, computed=32), 3.0) == [CLAIMED]
+    assert matcher.apply(COMPLETED, 4.0) == [POST, STARTED]
+    assert matcher.apply(PROGRESS, 5.0) == []
 
 
 def test_a_newer_epoch_forgets_older_registrations(matcher: Matcher) -> None:
@@ -435,7 +444,7 @@ class TestWriteLease:
     def test_without_an_echo_nothing_is_posted(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
         matcher.apply(REGISTRATION, 0.1)
-        assert matcher.apply(COMPLETED, 0.2) == []
+        assert matcher.apply(COMPLETED, 0.2) == [CLAIMED]
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 0.3) == [POST, STARTED]
 
     def test_the_registration_brings_the_first_echo(self, matcher: Matcher) -> None:
@@ -446,7 +455,7 @@ class TestWriteLease:
     def test_it_ends_after_the_pulse_was_sent_not_after_the_echo_came(self, matcher: Matcher) -> None:
         matcher.pulse(0.0)
         matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.4)
-        assert matcher.apply(COMPLETED, 1.51) == []
+        assert matcher.apply(COMPLETED, 1.51) == [CLAIMED]
         matcher.pulse(1.6)
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 1),)), 1.7) == [], "an old number renews nothing"
         assert matcher.apply(LeaseEcho("D", 7, (("P", 5, 0, 2),)), 1.8) == [POST, STARTED]
@@ -473,13 +482,46 @@ class TestWriteLease:
 def test_the_lease_is_renewed_while_decode_wants_it(matcher: Matcher) -> None:
     """L1: decode's queue is longer than the block lease."""
     wanted = Wanted("t", 1, "D", 7, "d1")
-    assert matcher.apply(wanted, 0.5) == [Reject("nothing to keep")]
     matcher.apply(COMPLETED, 1.0)
     for second in range(10, 100, 10):
-        assert matcher.apply(wanted, float(second)) == []
+        assert matcher.apply(wanted, float(second)) == [TestWord.DONE], "and it is told what is here"
         assert matcher.tick(second + 9.0) == []
     assert matcher.apply(REGISTRATION, 100.0) == [CLAIMED, POST, STARTED]
     assert matcher.apply(wanted, 101.0) == [Reject("nothing to keep")], "the WRITE has no lease to renew"
+
+
+class TestWord:
+    """A decode engine that registers late asks how far the prefill is."""
+
+    WANTED = Wanted("t", 1, "D", 7, "d1")
+    DONE = Send("D", replace(COMPLETED, blocks=()))
+
+    def test_it_is_told_what_is_known_and_what_changes(self, matcher: Matcher) -> None:
+        assert matcher.apply(self.WANTED, 1.0) == []
+        assert matcher.apply(PROGRESS, 2.0) == [Send("D", PROGRESS)]
+        assert matcher.apply(self.WANTED, 2.5) == [Send("D", PROGRESS)]
+        further = replace(PROGRESS, computed=96)
+        assert matcher.apply(further, 3.0) == [Send("D", further)]
+        assert matcher.apply(COMPLETED, 4.0) == [self.DONE]
+        assert matcher.apply(self.WANTED, 4.5) == [self.DONE]
+        assert matcher.apply(REGISTRATION, 5.0) == [CLAIMED, POST, STARTED]
+
+    def test_it_is_told_of_a_failure(self, matcher: Matcher) -> None:
+        matcher.apply(self.WANTED, 1.0)
+        assert matcher.apply(FAILED, 2.0) == [Send("D", FAILED)]
+        [again] = matcher.apply(self.WANTED, 3.0)
+        assert isinstance(again, Send)
+        assert isinstance(again.message, PrefillFailed)
+
+    def test_one_rank_tells_it(self) -> None:
+        second = Matcher(engine="P", incarnation=5, rank=1, ranks=2, **FOREVER)
+        assert second.apply(self.WANTED, 1.0) == []
+        assert second.apply(PROGRESS, 2.0) == []
+
+    def test_nobody_else_remembers_it_for_long(self, matcher: Matcher) -> None:
+        matcher.apply(self.WANTED, 1.0)
+        assert matcher.tick(11.0) == [Reject("unclaimed registration")]
+        assert matcher.counts["transfers"] == 0
 
 
 def test_draining_tells_whoever_waits_and_takes_nothing_new(matcher: Matcher) -> None:

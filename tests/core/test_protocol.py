@@ -161,8 +161,8 @@ class World:
                     self.send("P", PooledCancel(message))
                 case Publish(_, message):
                     self.send("P", message)
-                case Echo(echoes, epoch):
-                    self.send("P", LeaseEcho("D", 1, echoes, epoch))
+                case Echo(engine, echoes, epoch):
+                    self.send(engine, LeaseEcho("D", 1, echoes, epoch))
                 case Abandon(request_id, _):
                     assert request_id not in self.taken_back, "taken back twice"
                     self.taken_back.add(request_id)
@@ -192,18 +192,15 @@ def script(world: World, name: str) -> None:
     def arrive() -> None:
         progress = PrefillProgress(**about(), computed=0, total=96)
         world.send("P", progress)
-        world.send("D", progress)
 
     def finish() -> None:
         completed = PrefillCompleted(**about(), blocks=(((0, 3),),), tokens=96)
         world.completed.add(f"p-{name}")
         world.send("P", completed)
-        world.send("D", completed)
         world.send("P", completed, surely=True)
 
     def fail() -> None:
         failed = PrefillFailed(**about(), reason="aborted")
-        world.send("D", failed)
         world.send("P", failed, surely=True)
 
     start = chance.random() * 20

@@ -14,9 +14,6 @@ from kvbus.messages import (
     Delivered,
     Echoes,
     Heartbeat,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
     Pulse,
     Registration,
     RegistrationAck,
@@ -93,7 +90,7 @@ def test_word_of_a_failure_that_was_lost_is_asked_for_again() -> None:
     """Without it the request would wait for as long as the prefill engine lives, up to the transfer timeout."""
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    registrar.apply(PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96), 0.2)
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 0.2)
     assert registrar.next_deadline() == 5.1
     registrar.apply(BEAT, 5.0)
     assert registrar.tick(5.1) == [PUBLISH]
@@ -189,9 +186,8 @@ def test_a_refusal_ends_at_once() -> None:
 def test_a_failed_prefill_is_cancelled() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    failed = PrefillFailed(**SOURCE, request_id="p1", reason="aborted")
-    assert registrar.apply(failed, 1.0) == [cancel("prefill failed: aborted")]
-    assert registrar.apply(CancelAck(**rank()), 1.1) == [Abandon("d1", "prefill failed: aborted")]
+    failed = TransferFailed(**rank(), reason="aborted")
+    assert registrar.apply(failed, 1.0)[0] == Abandon("d1", "aborted")
 
 
 def test_without_an_answer_it_gives_up_in_bounded_time() -> None:
@@ -206,7 +202,7 @@ def test_a_living_prefill_engine_that_knows_the_request_may_take_its_time() -> N
     """L5."""
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    registrar.apply(PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96), 0.2)
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 0.2)
     for second in range(1, 300):
         assert registrar.apply(BEAT, float(second)) == []
         assert registrar.tick(float(second)) in ([], [PUBLISH])
@@ -216,8 +212,6 @@ def test_a_living_prefill_engine_that_knows_the_request_may_take_its_time() -> N
 def test_a_request_that_was_claimed_before_it_was_registered_may_take_its_time() -> None:
     """L5: progress is told when the request arrives; decode may have had no blocks for it yet."""
     registrar = new()
-    progress = PrefillProgress(**SOURCE, request_id="p1", computed=0, total=96)
-    assert Registrar().apply(progress, 0.0) == [Reject("unknown transfer")]
     registrar.apply(RegistrationAck(**rank(), claimed=True), 0.1)
     for second in range(1, 300):
         registrar.apply(BEAT, float(second))
@@ -236,7 +230,7 @@ def test_a_living_prefill_engine_that_never_saw_the_request_is_not_waited_for() 
 def test_nothing_waits_longer_than_the_transfer_timeout() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    registrar.apply(PrefillCompleted(**SOURCE, request_id="p1", blocks=(), tokens=96), 0.2)
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 0.2)
     effects: list[Effect] = []
     for second in range(1, 601):
         registrar.apply(BEAT, float(second))
@@ -331,7 +325,7 @@ class TestFence:
 
     def test_pulses_are_echoed_while_there_is_business(self) -> None:
         registrar = self.held()
-        assert registrar.apply(Pulse("P", 5, 0, 2), 0.5) == [Echo((("P", 5, 0, 2),), epoch=0)]
+        assert registrar.apply(Pulse("P", 5, 0, 2), 0.5) == [Echo("P", (("P", 5, 0, 2),), epoch=0)]
         assert registrar.apply(Pulse("Q", 5, 0, 2), 0.5) == [], "no business with it"
         registrar.apply(Received("d1"), 1.0)
         assert registrar.apply(Pulse("P", 5, 0, 3), 1.5) == []

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
+from support.ears import listening
 from support.engines import ARGUMENTS, assert_came_from_outside, complete, metrics, post, prompt, prompt_tokens, say
+from support.waiting import eventually
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.process import free_port
 from kvbus.local.soak import idle_cpu_percent
+from kvbus.messages import Heartbeat, Message, Registration, RegistrationAck, Role, encode
+from kvbus.subjects import Subjects
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -208,6 +215,47 @@ async def test_with_nats_away_an_engine_starts_and_computes_locally(alone: Any, 
     log = engine.child.log.read_text()
     assert "no NATS server at nats://127.0.0.1:" in log
     assert "expected remote KV, computed locally: the bus is not connected" in log
+
+
+async def test_a_failed_receive_under_policy_fail_is_an_error_and_never_an_empty_answer(
+    alone: Any, cluster: Cluster
+) -> None:
+    """C7. The prefill engine is played: it refuses whatever is registered."""
+    engine = alone("policy-fail", {"nats_url": cluster.nats_url, "namespace": "c7"})
+    subjects = Subjects("c7")
+    await asyncio.to_thread(wait_until, lambda: engine.healthy, [engine.child], "booting for policy fail", say)
+    async with listening(cluster.nats_url, "c7") as ears:
+        own = await ears.first(Heartbeat)
+
+        def refuse(_: str, message: Message) -> None:
+            if isinstance(message, Registration):
+                about = (message.transfer_id, "P", 7, message.attempt, 0, 1, message.request_id)
+                ears.say(subjects.acks(message.sink_engine), encode(RegistrationAck(*about, refused="full")))
+
+        async def live() -> None:
+            for number in itertools.count(1):
+                beat = replace(own, engine="P", incarnation=7, number=number, role=Role.PREFILL)
+                ears.say(subjects.heartbeats("prefill", "P"), encode(beat))
+                await asyncio.sleep(0.3)
+
+        ears.react = refuse
+        living = asyncio.create_task(live())
+        try:
+            for stream in (False, True):
+                params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "prefill_engine_id": "P"}
+                await eventually(lambda: len(ears.all(Heartbeat, engine="P")) > 3)
+                async with aiohttp.ClientSession() as session:
+                    asked = {**body(prompt(100, seed=31), 5, params), "stream": stream}
+                    async with session.post(f"{engine.url}/v1/completions", json=asked) as answer:
+                        status, text = answer.status, await answer.text()
+                assert ears.all(Registration, transfer_id=params["transfer_id"])
+                assert "error" in text, text
+                assert "token_ids" not in text, text
+                assert stream or status >= 500
+        finally:
+            living.cancel()
+    status, answer = await post(f"{engine.url}/v1/completions", body(prompt(100, seed=31), 5, {}))
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 5), "it serves others"
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ HUGE = (
 
 def every_subject(ears: Ears) -> list[str]:
     subjects = Subjects("default")
-    known = {subjects.pool, subjects.cancels_pool, subjects.echoes, subjects.who}
+    known = {subjects.pool, subjects.cancels_pool, subjects.who}
     for engine in (P, D):
         known |= {subjects.registrations(engine), subjects.cancels(engine), subjects.acks(engine)}
         known |= {subjects.transfers(engine), subjects.prefill(engine), subjects.pulses(engine), subjects.bye(engine)}

@@ -68,6 +68,18 @@ class TestNode:
         eventually_sync(lambda: changes == [PeerJoined(BEAT)])
         eventually_sync(lambda: changes[1:] == [PeerLeft("P", 5, Role.PREFILL, "silent")])
 
+    def test_only_the_roles_asked_for_are_heard(self, broker: MemoryBroker) -> None:
+        changes: list[object] = []
+        node = Node(MemoryBus(broker), SUBJECTS, name="deaf", membership=Membership(), hears=[Role.DECODE, Role.BOTH])
+        node.watch_peers(changes.append)
+        node.start()
+        both = Heartbeat("B", 5, 1, Role.BOTH, State.READY, 1)
+        broker.route(SUBJECTS.heartbeats("prefill", "P"), encode(BEAT))
+        broker.route(SUBJECTS.heartbeats("both", "B"), encode(both))
+        eventually_sync(lambda: changes)
+        node.close()
+        assert changes == [PeerJoined(both)]
+
     def test_nobody_is_dead_because_the_bus_is(self, node: Node, broker: MemoryBroker) -> None:
         changes: list[object] = []
         node.watch_peers(changes.append)

@@ -107,6 +107,7 @@ class FakeEngine:
         """One step of vLLM's loop; results are gathered as its aggregator does: when every rank has reported."""
         plan = self.scheduler.plan_step(scheduled or {})
         finished: list[str] = []
+        sent: list[str] = []
         for worker in self.workers:
             worker.begin_step(pickle.loads(pickle.dumps(plan)))
             report = worker.results()
@@ -114,13 +115,14 @@ class FakeEngine:
                 self._reports[f"sent {request_id}"] += 1
                 if self._reports[f"sent {request_id}"] == self.ranks:
                     self.released[request_id] += 1
+                    sent.append(request_id)
             for arrived in report.arrived:
                 self._reports[arrived.request_id] += 1
                 assert self._reports[arrived.request_id] <= self.ranks, "reported twice"
                 self.received[arrived.request_id] = self.received.get(arrived.request_id, True) and arrived.ok
                 if self._reports[arrived.request_id] == self.ranks:
                     finished.append(arrived.request_id)
-        self.scheduler.step_done(finished, [each for each in finished if not self.received[each]])
+        self.scheduler.step_done(finished, [each for each in finished if not self.received[each]], sent)
         if finished and self.decodes_at_once:
             self.start_decoding(*(self._arrived[each] for each in finished if self.received[each]))
         return plan
@@ -144,8 +146,10 @@ class FakeEngine:
         return self.released[request_id] == 1
 
     def knows(self, other: FakeEngine) -> bool:
-        """Whether this engine's scheduler has heard of the other."""
-        return self.scheduler.node.membership.get(other.name) is not None
+        """Whether its scheduler and ranks have heard of the other, those of them that need to."""
+        found = [self.scheduler.node, *(worker.node for worker in self.workers if worker.node is not None)]
+        listening = [node for node in found if other.role in node.hears]
+        return all(node.membership.get(other.name) is not None for node in listening)
 
     def prefill(self, request: Request, blocks: Sequence[int], *, well: bool = True) -> dict[str, Any] | None:
         """A prefill from arrival to end; returns the parameters for a sequential router."""

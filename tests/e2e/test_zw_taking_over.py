@@ -1,0 +1,115 @@
+"""2P2D of real engines under load: a prefill engine is killed, then a decode engine. Named to run after healthy ones.
+
+In float32: in bfloat16 even a single engine's answers depend on what else is in its batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from support.ears import Ears, listening
+from support.engines import EXACT, say
+
+from kvbus.local.cluster import Cluster
+from kvbus.local.load import Shot, make_prompt, plain_stream, run_load
+from kvbus.messages import Message, PrefillCompleted, PrefillProgress, Registration
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+RATE, SECONDS = 4.0, 14
+PROMPT_TOKENS = 1500
+
+
+@pytest.fixture(scope="module")
+def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    logs = tmp_path_factory.mktemp("crowd")
+    with Cluster(model, logs, prefill=2, decode=2, arguments=EXACT, say=say) as running:
+        yield running
+
+
+async def load_and_kill(
+    crowd: Cluster, reference: str, seed: int, name: str, when: Callable[[Message], bool]
+) -> tuple[list[Shot], Ears]:
+    """Load the router, kill an engine in the middle at a moment ``when`` it has work, and compare every answer."""
+    prompts = [make_prompt(PROMPT_TOKENS, seed + number) for number in range(int(SECONDS * RATE))]
+    alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=16)
+    killed: list[float] = []
+    kill_from = time.monotonic() + SECONDS / 3
+
+    async with listening(crowd.nats_url) as ears:
+
+        def kill(_: str, message: Message) -> None:
+            if not killed and time.monotonic() > kill_from and when(message):
+                killed.append(time.monotonic())
+                crowd.engines[name].child.signal(signal.SIGKILL)
+
+        ears.react = kill
+        shots = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=16, timeout_s=60)
+        ears.react = None
+    assert killed
+    wrong = [shot.index for shot in shots if not shot.error and shot.tokens != alone[shot.index].tokens]
+    assert wrong == [], "an answer differs from the reference"
+    failed = [shot for shot in shots if shot.error]
+    slowest = max(shot.ttft_s for shot in shots)
+    say(
+        f"{name} killed: {len(shots)} requests, {sum(not shot.ttft_s for shot in failed)} failed before their first "
+        f"token, {len(failed)} in all; slowest first token {slowest:.2f} s; attempts {dict(attempts(ears))}"
+    )
+    assert [shot.error for shot in failed if not shot.ttft_s] == []
+    assert attempts(ears)[2] > 0, "nothing had to be taken over: this shows nothing"
+    return shots, ears
+
+
+async def back_in_use(crowd: Cluster, name: str, seed: int) -> None:
+    """The engine is started again under its name, and gets requests without any command."""
+    crowd.forget(name)
+    crowd.start_engine(name)
+    await asyncio.to_thread(crowd.wait_ready)
+    prompts = [make_prompt(200, seed + number) for number in range(24)]
+    async with listening(crowd.nats_url) as ears:
+        shots = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=8, max_tokens=4, timeout_s=60)
+    assert [shot.error for shot in shots if shot.error] == []
+    if name.startswith("prefill"):
+        assert ears.all(PrefillCompleted, source_engine=name)
+    else:
+        assert ears.all(Registration, sink_engine=name)
+
+
+async def test_a_killed_prefill_engine_is_replaced(crowd: Cluster, exact_reference: str) -> None:
+    """Decode keeps its request and its stream; another prefill engine computes the prompt under the next attempt."""
+
+    def computing(message: Message) -> bool:
+        return isinstance(message, PrefillProgress) and message.source_engine == "prefill-0" and message.computed > 0
+
+    shots, _ = await load_and_kill(crowd, exact_reference, 5000, "prefill-0", computing)
+    assert [shot.error for shot in shots if shot.error] == [], "no stream depends on a prefill engine"
+    await back_in_use(crowd, "prefill-0", 5500)
+
+
+async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(
+    crowd: Cluster, exact_reference: str
+) -> None:
+    def registering(message: Message) -> bool:
+        return isinstance(message, Registration) and message.sink_engine == "decode-0"
+
+    _, ears = await load_and_kill(crowd, exact_reference, 6000, "decode-0", registering)
+    prefills = Counter(transfer_id for transfer_id, _ in {(m.transfer_id, m.request_id) for m in completed(ears)})
+    second = sum(number > 1 for number in prefills.values())
+    say(f"second prefills: {second}")
+    assert second == 0
+    await back_in_use(crowd, "decode-0", 6500)
+
+
+def completed(ears: Ears) -> list[PrefillCompleted]:
+    return ears.all(PrefillCompleted)
+
+
+def attempts(ears: Ears) -> Counter[int]:
+    """How many registrations there were under each attempt, however often they were sent."""
+    return Counter(attempt for _, attempt in {(each.transfer_id, each.attempt) for each in ears.all(Registration)})
