@@ -360,7 +360,7 @@ def scale(
     The router, the nats-server, the engines' connections and every message on the bus are real. What vLLM computes and
     the memory that KV is written into are played.
 
-    Example: [bold]kvbus scale --engines 64 --rate 200 --minutes 10[/bold]
+    Example: [bold]kvbus scale --engines 64 --rate 50 --minutes 10[/bold]
     """
     from rich.table import Table
 
