@@ -106,6 +106,8 @@ def router(
 
     Example: [bold]kvbus router --nats-url nats://127.0.0.1:4222 --port 8000[/bold]
     """
+    import uvloop
+
     from kvbus.router.app import run_router
     from kvbus.router.settings import Settings
 
@@ -121,7 +123,7 @@ def router(
             first_token_s=first_token_s,
             max_takeovers=max_takeovers,
         )
-        asyncio.run(run_router(config, host, port, settings))
+        uvloop.run(run_router(config, host, port, settings))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})

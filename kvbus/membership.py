@@ -122,6 +122,8 @@ class Membership:
 
 def differences(ours: Heartbeat, theirs: Heartbeat) -> list[str]:
     """What keeps two engines from exchanging KV, a line for each; empty if nothing does."""
+    if ours.compat == theirs.compat:  # as a rule; routers ask this of every engine for every request
+        return []
     mine, other = dict(ours.compat), dict(theirs.compat)
     return [
         f"{key}: {mine.get(key, 'unset')} here, {other.get(key, 'unset')} on {theirs.engine}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import json
 import logging
 import signal
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from aiohttp import web
 
 from kvbus.bus import NatsBus
@@ -241,12 +241,9 @@ def as_argument(plan: GroupPlan) -> str:
 
 
 def run_fast(what: Coroutine[Any, Any, None]) -> None:
-    """As asyncio.run, over uvloop where it is installed: what is played shall cost little."""
-    make_loop = None
-    with contextlib.suppress(ImportError):
-        make_loop = importlib.import_module("uvloop").new_event_loop
-    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=make_loop) as runner:
-        runner.run(what)
+    """Until it ends, or Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(what)
 
 
 def main(arguments: Sequence[str]) -> None:
