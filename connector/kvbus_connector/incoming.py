@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 MAX_TAKEOVER_S = 30.0
 MAX_PREFILLS = 1 << 14
 WANT_INTERVAL_S = 1.0
+LOOK_INTERVAL_S = 0.05
 
 
 class BlockRules(Protocol):
@@ -85,6 +86,7 @@ class _Request:
     stage: Stage = Stage.QUEUED
     asked_at: float = 0.0
     wanted_at: float = float("-inf")
+    deferred_at: float = 0.0
     orphaned_until: float = 0.0
     rebound: tuple[int, str] | None = None
     over: bool = False  # vLLM only waits for the workers' report
@@ -146,6 +148,8 @@ class Incoming:
         if incoming is None or incoming.stage is Stage.STARTING:
             return 0
         now = time.monotonic()
+        if self._rests(incoming, now):
+            return None
         if incoming.stage is Stage.ORPHANED and incoming.rebound is None:
             if now < incoming.orphaned_until:
                 return None
@@ -166,7 +170,7 @@ class Incoming:
         incoming.asked_at = incoming.asked_at or now
         progress, room = self._prefills.get(incoming.name.transfer_id), self._room(tokens)
         if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
-            incoming.stage = Stage.DEFERRED
+            incoming.stage, incoming.deferred_at = Stage.DEFERRED, now
             if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
                 incoming.wanted_at = now
                 self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
@@ -265,6 +269,14 @@ class Incoming:
         for incoming in list(self._requests.values()):
             if incoming.stage in _WITHOUT_BLOCKS:
                 self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
+
+    def _rests(self, incoming: _Request, now: float) -> bool:
+        """vLLM asks in every step, for every request in its queue; without news the answer is known for a while."""
+        if incoming.stage is not Stage.DEFERRED or incoming.rebound is not None:
+            return False
+        progress = self._prefills.get(incoming.name.transfer_id)
+        news = progress is not None and progress.at > incoming.deferred_at
+        return not news and now < incoming.deferred_at + LOOK_INTERVAL_S
 
     def _start(self, request_id: str) -> None:
         del self._requests[request_id]
