@@ -260,9 +260,9 @@ class Serving:
 
     def _marks(self) -> dict[str, str]:
         """Headers that tell a client which way its request took."""
-        marks = {DECODE_HEADER: self._flight.sink.engine}
+        marks = {DECODE_HEADER: self._flight.sink.engine, TRANSFER_HEADER: self._job.transfer_id}
         if self._flight.source is not None:
-            marks |= {TRANSFER_HEADER: self._job.transfer_id, PREFILL_HEADER: self._flight.source.engine}
+            marks[PREFILL_HEADER] = self._flight.source.engine
             marks[ATTEMPT_HEADER] = str(self._flight.attempt)
         return marks
 
