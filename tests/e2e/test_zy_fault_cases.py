@@ -77,6 +77,7 @@ def pair(model: Any, hurt: Hurt, tmp_path_factory: pytest.TempPathFactory) -> It
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "max_write_s": MAX_WRITE_S,
             "dead_after_s": DEAD_AFTER_S,
+            "registration": "eager",  # the faults of blocks that are held early
         },
         transfer={"kv_connector": "HurtConnector", "kv_connector_module_path": "support.hurt_connector"},
         environment=hurt.environment,
