@@ -4,7 +4,7 @@ The one rule: a WRITE is posted for an effect :class:`PostWrite` and for nothing
 event, before it applies another one; so what was checked here still holds when the WRITE is posted.
 
 Pure: time is an argument (seconds, monotonic), whatever a peer can send is answered with an effect. Called by
-:class:`kvbus.source.SourceRank` only.
+:class:`kvbus.rank.Rank` only.
 """
 
 from __future__ import annotations

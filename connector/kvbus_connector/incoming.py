@@ -203,6 +203,9 @@ class Incoming:
             self._complain(request, str(error))
             incoming.takeover_s = 0.0
             self._give_up(request.request_id)
+            return
+        if (rebound := incoming.rebound) is not None:  # it came meanwhile, and found nothing registered
+            self._sink.rebound(request.request_id, rebound[1])
 
     def finished(self, request: Any) -> None:
         """A request is over, well or not, whatever its stage."""
@@ -279,8 +282,12 @@ class Incoming:
         return not news and now < incoming.deferred_at + LOOK_INTERVAL_S
 
     def _start(self, request_id: str) -> None:
-        del self._requests[request_id]
+        incoming = self._requests[request_id]
         self._sink.first_token(request_id)
+        if incoming.rebound is None:
+            del self._requests[request_id]
+        else:  # its KV, or its end, was faster: the other prefill engine works for nobody
+            self._decline(incoming, "not needed any more")
 
     def _give_up(self, request_id: str) -> None:
         incoming = self._requests.get(request_id)

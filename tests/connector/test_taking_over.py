@@ -121,6 +121,21 @@ def test_another_decode_engine_takes_over_without_a_second_prefill(boot: Boot) -
     eventually_sync(lambda: second.step() is not None and source.has_released(p_leg.request_id))
 
 
+def test_a_prefill_engine_that_was_named_for_nothing_is_told_so(boot: Boot, broker: MemoryBroker) -> None:
+    """The KV had come when the router gave the request away, and vLLM did not know of it yet."""
+    first, second, sink = boot("P"), boot("Q"), boot("D")
+    eventually_sync(lambda: sink.knows(first) and sink.knows(second) and first.knows(sink))
+    p_leg, leg, again = legs()[0], d_leg_of(takeover_s=5), legs()[0]
+    sink.allocate(leg, D_BLOCKS)
+    sink.step()
+    first.prefill(p_leg, P_BLOCKS)
+    eventually_sync(lambda: sink.planes[0].content)
+    assert rebind(broker, "D", "t", 2, "Q") == ""
+    second.prefill(again, P_BLOCKS)
+    eventually_sync(lambda: sink.has_received(leg.request_id) and second.has_released(again.request_id))
+    assert sink.received[leg.request_id] is True
+
+
 def test_what_cannot_be_rebound_is_refused_with_the_reason(boot: Boot, broker: MemoryBroker) -> None:
     source, sink = boot("P"), boot("D", decodes_at_once=False)
     eventually_sync(lambda: sink.knows(source))
