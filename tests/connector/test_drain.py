@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 from support.fake_engine import FakeEngine, legs
-from support.waiting import eventually, eventually_sync
+from support.waiting import eventually
 
 from kvbus.local.drain import DrainError, drain
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.memory_transport import Fabric
-from kvbus.messages import Role, State
+from kvbus.messages import State
 from kvbus.subjects import Subjects
 
 SUBJECTS = Subjects("default")
-
-
-@pytest.fixture
-def broker() -> MemoryBroker:
-    return MemoryBroker()
-
-
-@pytest.fixture
-def pair(broker: MemoryBroker) -> Iterator[tuple[FakeEngine, FakeEngine]]:
-    fabric = Fabric()
-    prefill, decode = FakeEngine(broker, fabric, "P", Role.PREFILL), FakeEngine(broker, fabric, "D", Role.DECODE)
-    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
-    yield prefill, decode
-    prefill.close()
-    decode.close()
 
 
 async def test_it_is_empty_when_nobody_needs_its_kv(broker: MemoryBroker, pair: tuple[FakeEngine, FakeEngine]) -> None:

@@ -4,51 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine, Request, legs, restarted
+from support.fake_engine import Boot, FakeEngine, Request, legs, restarted
 from support.waiting import eventually_sync
 
 from kvbus.memory_bus import MemoryBroker
 from kvbus.memory_transport import Fabric
-from kvbus.messages import Role
 
-Boot = Callable[..., FakeEngine]
 P_BLOCKS, D_BLOCKS = [1, 2, 3], [10, 11, 12]
 KV = {10: "P:1", 11: "P:2", 12: "P:3"}
-
-
-@pytest.fixture
-def broker() -> MemoryBroker:
-    return MemoryBroker()
-
-
-@pytest.fixture
-def fabric() -> Fabric:
-    return Fabric()
-
-
-@pytest.fixture
-def boot(broker: MemoryBroker, fabric: Fabric) -> Iterator[Boot]:
-    running: list[FakeEngine] = []
-
-    def start(name: str, **changes: Any) -> FakeEngine:
-        role = {"P": Role.PREFILL, "Q": Role.PREFILL, "D": Role.DECODE, "E": Role.DECODE}[name]
-        running.append(FakeEngine(broker, fabric, name, role, **changes))
-        return running[-1]
-
-    yield start
-    for engine in running:
-        engine.close()
-
-
-@pytest.fixture
-def pair(boot: Boot) -> tuple[FakeEngine, FakeEngine]:
-    prefill, decode = boot("P"), boot("D")
-    eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
-    return prefill, decode
 
 
 def done(decode: FakeEngine, d_leg: Request, prefill: FakeEngine, p_leg: Request) -> bool:

@@ -2,32 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
-from support.fake_engine import FakeEngine, legs
+from support.fake_engine import Boot, FakeEngine, legs
 from support.waiting import eventually_sync
-
-from kvbus.memory_bus import MemoryBroker
-from kvbus.memory_transport import Fabric
-from kvbus.messages import Role
-
-Boot = Callable[..., FakeEngine]
-
-
-@pytest.fixture
-def boot() -> Iterator[Boot]:
-    running: list[FakeEngine] = []
-    broker, fabric = MemoryBroker(), Fabric()
-
-    def start(name: str, **changes: Any) -> FakeEngine:
-        running.append(FakeEngine(broker, fabric, name, Role.PREFILL if name == "P" else Role.DECODE, **changes))
-        return running[-1]
-
-    yield start
-    for engine in running:
-        engine.close()
 
 
 @pytest.fixture

@@ -4,43 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from support.fake_engine import FakeEngine, Request, legs
+from support.fake_engine import Boot, FakeEngine, Request, legs
 from support.waiting import eventually_sync
 
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.memory_transport import Fabric
-from kvbus.messages import Rebind, RebindReply, Role, decode, encode
+from kvbus.messages import Rebind, RebindReply, decode, encode
 
-Boot = Callable[..., FakeEngine]
 P_BLOCKS, D_BLOCKS, NEW_BLOCKS = [1, 2, 3], [10, 11, 12], [20, 21, 22]
-
-
-@pytest.fixture
-def broker() -> MemoryBroker:
-    return MemoryBroker()
-
-
-@pytest.fixture
-def fabric() -> Fabric:
-    return Fabric()
-
-
-@pytest.fixture
-def boot(broker: MemoryBroker, fabric: Fabric) -> Iterator[Boot]:
-    running: list[FakeEngine] = []
-
-    def start(name: str, **changes: Any) -> FakeEngine:
-        role = Role.PREFILL if name in "PQ" else Role.DECODE
-        running.append(FakeEngine(broker, fabric, name, role, **changes))
-        return running[-1]
-
-    yield start
-    for engine in running:
-        engine.close()
 
 
 def rebind(broker: MemoryBroker, sink: str, transfer_id: str, attempt: int, source: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -171,6 +171,10 @@ class FakeEngine:
         if request.request_id not in self._arrived:
             self._arrived[request.request_id] = request
             self.scheduler.arrived(request)
+
+
+Boot = Callable[..., FakeEngine]
+"""Starts an engine by its name."""
 
 
 def legs(transfer_id: str = "t", hint: str | None = "P") -> tuple[Request, Request]:
