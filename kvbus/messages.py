@@ -131,7 +131,10 @@ class Delivered(_FromSink):
 
 @dataclass(frozen=True, slots=True)
 class Rebind(Message):
-    """A router's word to a decode engine: this transfer's KV shall come under ``attempt`` from ``source_engine``."""
+    """A router's word to a decode engine: this transfer's KV shall come under ``attempt`` from ``source_engine``.
+
+    If that is empty, nobody has it: the decode engine shall compute the prompt itself.
+    """
 
     KIND = "rebind"
 

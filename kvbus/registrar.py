@@ -59,7 +59,7 @@ class FirstToken:
 
 @dataclass(frozen=True, slots=True)
 class Rebound:
-    """The router has given this request to the prefill engine ``engine``: the present attempt is to end."""
+    """The router has given this request to the prefill engine ``engine``, or to none: the present attempt is to end."""
 
     request_id: str
     engine: str
@@ -380,7 +380,7 @@ class Registrar:
         if receive.phase in _GIVING_UP:
             return []
         receive.release = receive.engine != engine
-        return self._cancel(receive, f"its prefill is given to {engine}", now)
+        return self._cancel(receive, f"its prefill is given to {engine or 'nobody'}", now)
 
     def _deliver(self, request_id: str) -> list[Effect]:
         receive = self._received.pop(request_id, None)

@@ -159,6 +159,10 @@ class Incoming:
         if incoming.rebound is not None:
             (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
             incoming.asked_at = now
+            if not incoming.hint:
+                self._counters.add("recomputed")
+                self._decline(incoming, "the router has no prefill engine for it")
+                return 0
         if reason := self._sink.why_not(incoming.hint):
             if incoming.takeover_s and self._sink.connected:
                 incoming.stage, incoming.orphaned_until = Stage.ORPHANED, now + incoming.takeover_s
@@ -252,7 +256,9 @@ class Incoming:
         waiting = [each for each in found if each.stage is not Stage.STARTING and not each.over]
         if not waiting:
             return "its KV is here" if found else "unknown transfer"
-        if not is_token(rebind.source_engine):
+        if all((each.attempt, each.hint) == (rebind.attempt, rebind.source_engine) for each in waiting):
+            return ""  # our word of it was lost
+        if rebind.source_engine and not is_token(rebind.source_engine):
             return f"source_engine: {rebind.source_engine!r:.80} cannot be an engine's id"
         if any(rebind.attempt <= each.attempt for each in waiting):
             return f"attempt {rebind.attempt} is not later than {max(each.attempt for each in waiting)}"

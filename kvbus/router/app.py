@@ -44,6 +44,7 @@ from kvbus.router.reading import BadRequestError, read_body
 from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
+from kvbus.sink import PREFILL, OfPrefill
 from kvbus.subjects import Subjects
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Router:
         node.watch_peers(self._on_peer)
         # A decode engine whose receive failed waits for a word of ours, also when the prefill engine lives.
         node.listen(node.subjects.transfers("*"), (TransferStarted, TransferDone, TransferFailed), self._on_transfer)
-        node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck), self._on_ack)
+        node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck, *PREFILL), self._on_ack)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._settings.max_body_mib << 20, middlewares=[in_openais_form])
@@ -115,7 +116,7 @@ class Router:
         if isinstance(message, TransferFailed):
             self._tell(message, message.reason)
 
-    def _on_ack(self, message: RegistrationAck | CancelAck) -> None:
+    def _on_ack(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
         if isinstance(message, RegistrationAck) and message.refused:
             self._tell(message, message.refused)
 
@@ -168,7 +169,7 @@ class Router:
             if not usable:
                 raise BadRequestError(self._no_engine(model))
             async with self._gate(usable[0].model).enter(payer_of(body, request.headers, request.remote)):
-                return await self._fly(request, body, arrived_at)
+                return await self._fly(request, body, usable[0].model, arrived_at)
         except BadRequestError as refused:
             self._meters.refused(refused.answer.status)
             raise
@@ -179,14 +180,14 @@ class Router:
             self._meters.refused(away.answer.status)
             return _response(away.answer)
 
-    async def _fly(self, request: web.Request, body: Body, arrived_at: float) -> web.StreamResponse:
+    async def _fly(self, request: web.Request, body: Body, model: str, arrived_at: float) -> web.StreamResponse:
         transfer_id = new_transfer_id()
         traceparent = traceparent_for(request.headers.get("traceparent"))
         headers = upstream.forwarded(request.headers)
         headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
         headers["traceparent"] = traceparent
         tokens, session = prompt_tokens(body), affinity_of(body, request.headers.get(SESSION_HEADER))
-        alone, model, settings = must_be_alone(body), body.get("model"), self._settings
+        alone, settings = must_be_alone(body), self._settings
 
         def choice() -> Choice:
             engines = self._node.membership.peers()

@@ -83,6 +83,7 @@ class Flight:
     _waits_s: float = 0.0  # what the decode engine was told
     _refusal: Answer | None = None
     _asked: TookOver | None = None
+    _keeper: Heartbeat | None = None  # its WRITE failed: if that was decode's end, its KV is still wanted
     _lost: set[Key] = field(default_factory=set)
 
     def begin(self, options: Options) -> list[Effect]:
@@ -120,7 +121,12 @@ class Flight:
                 return self._leave((engine, incarnation), why, options)
             case TransferLost(engine, attempt, why):
                 current = self.source is not None and engine == self.source.engine and attempt == self.attempt
-                return self._lose_source(why, options) if current and self._refusal is None else []
+                if not current or self._refusal is not None:
+                    return []
+                kept = self.source if self._prefill is _Prefill.DONE else None
+                effects = self._lose_source(why, options, keep=kept is not None)
+                self._keeper = kept
+                return effects
             case VerdictDue():
                 return self._refuse() if self._refusal is not None else []
             case ClientLeft():
@@ -137,15 +143,20 @@ class Flight:
         return [*self._release(), Refuse(self._refusal)]
 
     def _leave(self, gone: Key, why: str, options: Options) -> list[Effect]:
+        if self._keeper is not None and gone == key_of(self._keeper):
+            self._keeper = None
         if gone == key_of(self.sink):
-            return self._lose_sink(why, None, options)
+            others = options.sink(None, frozenset(self._lost | {gone})) if self._may_take_over else None
+            # It may be the bus that it has lost, not its life: with nobody to take over, its leg decides.
+            return self._lose_sink(why, None, options) if others is not None or self._refusal is not None else []
         if self.source is not None and gone == key_of(self.source) and self._refusal is None:
             return self._lose_source(why, options)
         return []
 
-    def _lose_source(self, why: str, options: Options) -> list[Effect]:
-        lost, effects = self.source, self._release()
+    def _lose_source(self, why: str, options: Options, *, keep: bool = False) -> list[Effect]:
+        lost, effects = self.source, [] if keep else self._release()
         assert lost is not None
+        self._keeper = None
         self._lost.add(key_of(lost))
         needed = self._prefill is not _Prefill.DONE  # else decode has the KV, most probably
         self.source = options.source(self.sink, frozenset(self._lost)) if self._may_take_over else None
@@ -154,7 +165,7 @@ class Flight:
             self._prefill = _Prefill.NONE
             if needed:
                 effects.append(TookOver("prefill", lost.engine, self.sink.engine, self.attempt, why))
-            if not self._waits_s:
+            if not needed and not self._waits_s:
                 return effects
             self.attempt += 1
             return [*effects, AskRebind(self.sink, None, self.attempt)]
@@ -171,7 +182,7 @@ class Flight:
         if refused:  # it has the KV, or computes it
             self.source, self._prefill = None, _Prefill.NONE
             return []
-        self._prefill, self._prefill_leg = _Prefill.RUNNING, attempt
+        self._prefill, self._prefill_leg, self._keeper = _Prefill.RUNNING, attempt, None
         return [self._asked, SendPrefill(self.source, attempt)]
 
     def _lose_sink(self, why: str, answer: Answer | None, options: Options) -> list[Effect]:
@@ -179,6 +190,8 @@ class Flight:
         self._lost.add(key_of(lost))
         if self._refusal is not None:
             return self._refuse()
+        if self._keeper is not None:
+            self.source, self._prefill, self._keeper = self._keeper, _Prefill.DONE, None
         has_kv = self._prefill in (_Prefill.RUNNING, _Prefill.DONE)
         kept = self.source if has_kv else None
         sink = options.sink(kept, frozenset(self._lost)) if self._may_take_over else None

@@ -12,7 +12,6 @@ from kvbus.router.flying import AskRebind
 
 TIMEOUT_S = 1.0
 PATIENCE_S = 5.0
-NOBODY = "nobody"  # an engine's id that is on no bus: decode looks for it, and then computes the prompt itself
 _PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.25)
 
 
@@ -20,7 +19,7 @@ async def ask_rebind(node: Node, transfer_id: str, ask: AskRebind, decode_leg_se
     """Why not, empty if it will. Asked again for a while if nobody answers, or if the decode leg is so new that it may
     be on its way into the engine's scheduler; one that is older and unknown has its first token."""
     subject = node.subjects.rebind(ask.sink.engine)
-    rebind = Rebind(transfer_id, ask.attempt, ask.source.engine if ask.source else NOBODY)
+    rebind = Rebind(transfer_id, ask.attempt, ask.source.engine if ask.source else "")
     pauses, asked_at = iter(_PAUSES_S), time.monotonic()
     while True:
         try:

@@ -116,6 +116,7 @@ class Serving:
                 case flying.AwaitVerdict():
                     self._start("verdict", self._await_verdict())
                 case flying.Release():
+                    self._stop("prefill")  # it would work for nobody
                     self._release(effect)
                 case flying.TookOver():
                     self._note(effect)

@@ -1,4 +1,4 @@
-"""The router's own limits; what is not here is not configurable."""
+"""The router's own limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvbus.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """See ``kvbus router --help``. Seconds and MiB.
+    """See ``kvbus router --help``; ``takeover_s`` is no option. Seconds and MiB.
 
     Raises:
         ConfigError: a value is not positive.

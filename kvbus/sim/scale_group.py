@@ -36,12 +36,11 @@ MODEL = "played"
 SENT_HEADER = "X-Sent-At"
 TPOT_S = 0.005
 MEAN_WRITE_S = 0.002
-REPORT_S = 1.0
 _SHIPPED = Config(nats_url="nats://127.0.0.1")
 
 
 class ShippedPace(Pace):
-    """Waits as engines do out of the box, and computes a short prompt in a few ms."""
+    """Heartbeats, death and block leases as engines have them out of the box; it computes a short prompt in a few ms."""
 
     @property
     def beat_s(self) -> float:
@@ -78,7 +77,7 @@ class GroupPlan:
 class Front:
     """An engine's HTTP API: what of vLLM's the router needs.
 
-    Times: the wall clock of one machine's processes is one, so ``X-Sent-At`` may be compared with ``time.monotonic``.
+    Times: the monotonic clock of one machine's processes is one, so ``X-Sent-At`` may be compared with ``time.monotonic``.
     """
 
     def __init__(self, counts: Counter[str], came_s: list[float]) -> None:

@@ -77,6 +77,17 @@ def test_without_the_routers_word_decode_computes_itself(boot: Boot, broker: Mem
     assert rebind(broker, "D", "t", 2, "P") == "unknown transfer"
 
 
+def test_a_router_that_has_no_prefill_engine_lets_decode_compute_at_once(boot: Boot, broker: MemoryBroker) -> None:
+    source, sink = boot("P"), boot("D")
+    eventually_sync(lambda: sink.knows(source))
+    leg = d_leg_of(takeover_s=30)
+    sink.allocate(leg, D_BLOCKS)
+    sink.step()
+    assert rebind(broker, "D", "t", 2, "") == ""
+    eventually_sync(lambda: sink.has_received(leg.request_id))
+    assert ask_again(sink, leg) == 0
+
+
 def test_another_decode_engine_takes_over_without_a_second_prefill(boot: Boot) -> None:
     """kill -9 of the first one when the KV was there and the first token was not out."""
     source, first, second = boot("P"), boot("D", decodes_at_once=False), boot("E")
@@ -118,6 +129,8 @@ def test_what_cannot_be_rebound_is_refused_with_the_reason(boot: Boot, broker: M
     assert rebind(broker, "D", "t", 3, "Q") == "attempt 3 is not later than 3"
     assert "cannot be an engine's id" in rebind(broker, "D", "t", 4, "a b")
     assert rebind(broker, "D", "t", 4, "P") == "", "though it has no blocks yet"
+    assert sink.scheduler.tokens_from_outside(leg, 0) == 96
+    assert rebind(broker, "D", "t", 4, "P") == "", "asked again, because the answer was lost"
     sink.allocate(leg, D_BLOCKS)
     source.prefill(legs()[0], P_BLOCKS)
     eventually_sync(lambda: sink.has_received(leg.request_id))

@@ -114,6 +114,25 @@ def test_a_prefill_engine_that_lives_may_say_itself_that_there_will_be_no_kv() -
     assert flight.apply(TransferLost("P", 1, "of the other rank"), ALL) == []
 
 
+@pytest.mark.parametrize("engines", [ALL, Engines(P, D, E)], ids=["others", "no other prefill"])
+def test_a_write_that_failed_with_its_decode_engine_loses_no_kv(engines: Engines) -> None:
+    """Prefill says first that the WRITE failed, and only then one learns that it was decode's end."""
+    flight = Flight(P, D)
+    flight.begin(engines)
+    flight.apply(SourceAnswered(1), engines)
+    assert not any(isinstance(each, Release) for each in flight.apply(TransferLost("P", 1, "disconnected"), engines))
+    effects = flight.apply(EngineLeft("D", 1, "silent"), engines)
+    assert [type(each) for each in effects] == [TookOver, SendDecode], "no second prefill"
+    assert isinstance(effects[1], SendDecode)
+    assert (effects[1].sink, effects[1].source) == (E, P)
+
+
+def test_a_decode_engine_that_nobody_can_take_over_from_is_not_given_up_for_its_silence() -> None:
+    flight = begun(PAIR)
+    assert flight.apply(EngineLeft("D", 1, "silent"), PAIR) == []
+    assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
+
+
 def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
     flight = begun()
     flight.apply(SourceAnswered(1), ALL)
@@ -128,7 +147,8 @@ def test_without_another_prefill_engine_decode_computes_it() -> None:
     assert flight.apply(SourceLost(1, "gone"), PAIR) == [
         Release(P, D, 1),
         TookOver("prefill", "P", "D", 1, "gone"),
-    ], "it was told not to wait"
+        AskRebind(D, None, 2),
+    ], "it may be acknowledged, and wait for one that lives and will not do it"
     assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
 
 

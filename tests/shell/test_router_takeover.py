@@ -11,7 +11,6 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router.rebinding import NOBODY
 from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
@@ -143,7 +142,7 @@ async def test_decode_is_told_when_there_is_nobody_to_wait_for() -> None:
         await front.leave(other.name)
         lost.die()
         await eventually(lambda: front.rebinds)
-        assert [(each.attempt, each.source_engine) for each in front.rebinds] == [(2, NOBODY)]
+        assert [(each.attempt, each.source_engine) for each in front.rebinds] == [(2, "")]
         front["D"].hold.set()
         answer = await asking
         assert answer.status == 200
