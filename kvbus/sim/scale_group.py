@@ -40,7 +40,7 @@ _SHIPPED = Config(nats_url="nats://127.0.0.1")
 
 
 class ShippedPace(Pace):
-    """Heartbeats, death and block leases as engines have them out of the box; it computes a short prompt in a few ms."""
+    """Heartbeats, death and block leases as engines have them; a short prompt is computed in a few ms."""
 
     @property
     def beat_s(self) -> float:
@@ -77,7 +77,7 @@ class GroupPlan:
 class Front:
     """An engine's HTTP API: what of vLLM's the router needs.
 
-    Times: the monotonic clock of one machine's processes is one, so ``X-Sent-At`` may be compared with ``time.monotonic``.
+    Times: processes of one machine share its monotonic clock, so ``X-Sent-At`` may be compared with our own.
     """
 
     def __init__(self, counts: Counter[str], came_s: list[float]) -> None:
