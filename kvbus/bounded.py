@@ -52,6 +52,9 @@ class Deadlines(Generic[K]):
             self._tie = len(self._heap)
             heapq.heapify(self._heap)
 
+    def get(self, key: K) -> float | None:
+        return self._at.get(key)
+
     def drop(self, key: K) -> None:
         self._at.pop(key, None)
 

@@ -175,7 +175,10 @@ class Matcher:
         transfer = self._transfers.get(key)
         if transfer is None:
             if len(self._transfers) >= self._max_transfers:
-                return [self._ack(registration, refused="full")] if direct else [Reject("full")]
+                if not direct:
+                    return [Reject("full")]
+                self._tombstones[key] = Tombstone(Outcome.FULL, registration.attempt)  # decode frees its blocks for it
+                return [self._ack(registration, refused=Outcome.FULL.value)]
             transfer = self._transfers[key] = Transfer()
         if registration.attempt < transfer.lowest_attempt:
             return [self._ack(registration, refused=Outcome.SUPERSEDED.value)] if direct else [Reject("stale attempt")]
@@ -190,7 +193,11 @@ class Matcher:
                 # Re-sent, because it or its acknowledgement was lost or is still under way.
                 again: list[Effect] = [self._ack(registration)] if transfer.acknowledged else []
                 return again + self._match(key, transfer, now) or [Reject("duplicate registration")]
-            if not repeated and registration.attempt <= held.attempt:
+            if registration.attempt < held.attempt:
+                transfer.close_before(registration.attempt + 1)
+                superseded = self._ack(registration, refused=Outcome.SUPERSEDED.value)
+                return [superseded if direct else Reject("stale attempt")]
+            if not repeated and registration.attempt == held.attempt:
                 used_up = direct and transfer.stage is Stage.WRITTEN
                 return [self._ack(registration, refused=Outcome.DONE.value) if used_up else Reject("stale attempt")]
             transfer.highest_attempt = max(transfer.highest_attempt, registration.attempt)
@@ -228,6 +235,7 @@ class Matcher:
         if transfer.stage is Stage.WRITING:
             return [Reject("nothing to keep")]
         transfer.watching = sink
+        transfer.highest_attempt = max(transfer.highest_attempt, wanted.attempt)
         if transfer.completion is not None:
             self._deadlines.set(key, now + self._block_lease_s)
         return self._tell_watcher(transfer, transfer.completion or transfer.progress)
@@ -252,7 +260,7 @@ class Matcher:
         return effects
 
     def _register_late(self, registration: Registration, tombstone: Tombstone, *, direct: bool) -> list[Effect]:
-        if tombstone.outcome is Outcome.CANCELLED and not direct:
+        if tombstone.outcome in (Outcome.CANCELLED, Outcome.FULL) and not direct:
             return [Reject("late registration")]  # a cancel to the pool is remembered by engines that it did not mean
         reply = tombstone.reply
         if reply is not None and (reply.attempt, reply.request_id) == (registration.attempt, registration.request_id):
@@ -381,6 +389,8 @@ class Matcher:
         held = transfer.registration if transfer is not None else None
         if transfer is None:
             return [Reject("late delivery")]
+        if delivered.attempt < transfer.highest_attempt:
+            return [Reject("late delivery")]  # another decode engine waits for its KV
         if held is None and transfer.completion is not None:  # P took the WRITE for failed, and it was not
             return self._bury(delivered.transfer_id, transfer, Outcome.DONE, None)
         if held is None or (held.attempt, held.request_id) != (delivered.attempt, delivered.request_id):
@@ -406,8 +416,9 @@ class Matcher:
     def _cancel(self, cancel: Cancel, now: float, *, direct: bool) -> list[Effect]:
         transfer = self._transfers.get(cancel.transfer_id)
         held = transfer.registration if transfer else None
-        if held is not None and cancel.attempt < held.attempt:
-            return [self._cancel_ack(cancel)]  # another attempt has taken its place: it is not written
+        if transfer is not None and held is not None and cancel.attempt < held.attempt:
+            transfer.close_before(cancel.attempt + 1)  # another attempt has taken its place: it is not written
+            return [self._cancel_ack(cancel)]
         if held is not None and cancel.attempt == held.attempt and cancel.sink_engine != held.sink_engine:
             return [Reject("stale cancel")]
         if transfer is not None and transfer.stage is Stage.WRITING:
@@ -422,10 +433,10 @@ class Matcher:
             if not direct or len(self._transfers) >= self._max_transfers:
                 return [Reject("foreign cancel" if not direct else "full")]
             transfer = self._transfers[cancel.transfer_id] = Transfer()
-        if cancel.release:
+        if cancel.release and cancel.attempt >= transfer.highest_attempt:
             return [*self._bury(cancel.transfer_id, transfer, Outcome.CANCELLED, None), self._cancel_ack(cancel)]
         transfer.close_attempt()
-        transfer.lowest_attempt = max(transfer.lowest_attempt, cancel.attempt + 1)
+        transfer.close_before(cancel.attempt + 1)
         self._deadlines.set(cancel.transfer_id, now + self._block_lease_s)
         return [self._cancel_ack(cancel)]
 

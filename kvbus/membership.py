@@ -107,7 +107,8 @@ class Membership:
         """Its connection is gone: it has little time to speak again. Unknown ones are ignored."""
         known = self._peers.get(engine)
         if known is not None and known.incarnation == incarnation:
-            self._deadlines.set(engine, now + min(SUSPECT_S, self._dead_after_s))
+            due = self._deadlines.get(engine)
+            self._deadlines.set(engine, now + SUSPECT_S if due is None else min(due, now + SUSPECT_S))
 
     def excuse_silence(self, now: float) -> None:
         """We were deaf ourselves (the bus was away): everybody gets a full term from now on."""

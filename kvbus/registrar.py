@@ -62,6 +62,7 @@ class Rebound:
     """The router has given this request to the prefill engine ``engine``, or to none: the present attempt is to end."""
 
     request_id: str
+    attempt: int
     engine: str
 
 
@@ -217,8 +218,8 @@ class Registrar:
                 return self._forget(request_id)
             case FirstToken(request_id):
                 return self._deliver(request_id)
-            case Rebound(request_id, engine):
-                return self._rebind(request_id, engine, now)
+            case Rebound():
+                return self._rebind(event, now)
             case Aborted(request_id):
                 receive = self._receives.get(request_id)
                 return self._cancel(receive, "aborted", now) if receive else [Reject("abort of unknown request")]
@@ -373,13 +374,16 @@ class Registrar:
         self._arm(receive)
         return effects
 
-    def _rebind(self, request_id: str, engine: str, now: float) -> list[Effect]:
-        receive = self._receives.get(request_id)
+    def _rebind(self, rebound: Rebound, now: float) -> list[Effect]:
+        receive, engine = self._receives.get(rebound.request_id), rebound.engine
         if receive is None:
             return [Reject("unknown request")]
+        if receive.registration.attempt >= rebound.attempt:
+            return [Reject("stale attempt")]  # vLLM was faster: this is the attempt that it asked for
         if receive.phase in _GIVING_UP:
             return []
-        receive.release = receive.engine != engine
+        # To the pool a release would reach the new prefill engine, too.
+        receive.release = receive.engine not in ("", engine)
         return self._cancel(receive, f"its prefill is given to {engine or 'nobody'}", now)
 
     def _deliver(self, request_id: str) -> list[Effect]:

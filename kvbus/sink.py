@@ -139,9 +139,9 @@ class SinkScheduler:
         """The first token is out, or the request is over."""
         self._node.call(self._apply, FirstToken(request_id))
 
-    def rebound(self, request_id: str, engine: str) -> None:
+    def rebound(self, request_id: str, attempt: int, engine: str) -> None:
         """The prefill of this request is given to another engine."""
-        self._node.call(self._apply, Rebound(request_id, engine))
+        self._node.call(self._apply, Rebound(request_id, attempt, engine))
 
     def serve_rebind(self, rebind: Callable[[Rebind], str]) -> None:
         """Answer routers' :class:`Rebind` with what ``rebind`` says against it. Before the node is started."""

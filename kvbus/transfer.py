@@ -29,6 +29,7 @@ class Outcome(Enum):
     CANCELLED = "cancelled"
     NO_PREFILL = "prefill failed"
     DRAINED = "draining"
+    FULL = "full"
     SUPERSEDED = "superseded by another attempt"
 
 
@@ -69,8 +70,12 @@ class Transfer:
     def close_attempt(self) -> None:
         """Forget the registration, and refuse its attempt from now on."""
         if self.registration is not None:
-            self.lowest_attempt = max(self.lowest_attempt, self.registration.attempt + 1)
+            self.close_before(self.registration.attempt + 1)
         self.forget()
+
+    def close_before(self, attempt: int) -> None:
+        """Refuse all earlier attempts from now on."""
+        self.lowest_attempt = max(self.lowest_attempt, attempt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ _RANDOM = re.compile(r"(.+)-[0-9a-f]{8}", re.DOTALL)
 _PROMPT = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
 
 
+MAX_NAME_CHARS = 256
+MAX_REQUEST_ID_CHARS = 400
+
+
 @dataclass(frozen=True, slots=True)
 class TransferName:
     """What both engines call one request.
@@ -34,8 +38,16 @@ class TransferName:
     transfer_id: str
 
 
+def fits(request_id: str) -> bool:
+    """Whether messages can carry a request's id, which clients may choose (``X-Request-Id``)."""
+    return len(request_id) <= MAX_REQUEST_ID_CHARS
+
+
 def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
-    """Name a request by its ``kv_transfer_params["transfer_id"]``; without one, by its id less what is per engine."""
+    """Name a request by its ``kv_transfer_params["transfer_id"]``; without one, by its id less what is per engine.
+
+    Names that are too long for a message become a digest, the same on both engines.
+    """
     sample, prompt, base = "0", "0", request_id
     if match := _RANDOM.fullmatch(base):
         base = match[1]
@@ -46,6 +58,8 @@ def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
     given = params.get("transfer_id")
     if isinstance(given, str) and given:
         base = given
+    if len(base) > MAX_NAME_CHARS:
+        base = hashlib.blake2b(base.encode(errors="replace"), digest_size=16).hexdigest()
     return TransferName(base, base if sample == prompt == "0" else f"{base}#{sample}.{prompt}")
 
 

@@ -33,7 +33,7 @@ from kvbus.metrics import Counters, OncePer
 from kvbus.sink import SinkScheduler
 from kvbus.subjects import is_token
 
-from .identity import TransferName, digest_of, name_transfer, traceparent_of
+from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .step import StepPlan
 from .timing import Progress, take_blocks_now
 from .timing import Registration as When
@@ -41,6 +41,7 @@ from .timing import Registration as When
 logger = logging.getLogger(__name__)
 
 MAX_TAKEOVER_S = 30.0
+MAX_ATTEMPT = 1_000_000
 MAX_PREFILLS = 1 << 14
 WANT_INTERVAL_S = 1.0
 LOOK_INTERVAL_S = 0.05
@@ -115,7 +116,7 @@ class Incoming:
     ) -> None:
         self._own, self._rules, self._sink, self._counters = own, rules, sink, counters
         self._when, self._room = when, room
-        self._prefills: BoundedDict[str, Progress] = BoundedDict(MAX_PREFILLS)
+        self._prefills: BoundedDict[str, tuple[str, Progress]] = BoundedDict(MAX_PREFILLS)
         self._requests: dict[str, _Request] = {}
         self._expect: dict[str, int] = {}
         self._abandon: list[str] = []
@@ -133,10 +134,13 @@ class Incoming:
             return
         hint, attempt, takeover_s = (params.get(key) for key in ("prefill_engine_id", "attempt", "takeover_s"))
         when = params.get("registration")
+        if not fits(request.request_id):
+            self._complain(request, f"its id has {len(request.request_id)} characters")
+            return
         self._requests[request.request_id] = _Request(
             request,
             name_transfer(request.request_id, params),
-            attempt if type(attempt) is int and attempt > 0 else FIRST_ATTEMPT,
+            attempt if type(attempt) is int and 0 < attempt <= MAX_ATTEMPT else FIRST_ATTEMPT,
             hint if isinstance(hint, str) and is_token(hint) else "",  # what cannot be an engine's id is no hint
             min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
             When(when) if when in (*When,) else self._when,
@@ -158,7 +162,7 @@ class Incoming:
             return 0
         if incoming.rebound is not None:
             (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
-            incoming.asked_at = now
+            incoming.asked_at, incoming.wanted_at = now, float("-inf")
             if not incoming.hint:
                 self._counters.add("recomputed")
                 self._decline(incoming, "the router has no prefill engine for it")
@@ -172,7 +176,7 @@ class Incoming:
             return 0
         tokens = max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
         incoming.asked_at = incoming.asked_at or now
-        progress, room = self._prefills.get(incoming.name.transfer_id), self._room(tokens)
+        progress, room = self._progress(incoming), self._room(tokens)
         if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
             incoming.stage, incoming.deferred_at = Stage.DEFERRED, now
             if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
@@ -209,7 +213,7 @@ class Incoming:
             self._give_up(request.request_id)
             return
         if (rebound := incoming.rebound) is not None:  # it came meanwhile, and found nothing registered
-            self._sink.rebound(request.request_id, rebound[1])
+            self._sink.rebound(request.request_id, *rebound)
 
     def finished(self, request: Any) -> None:
         """A request is over, well or not, whatever its stage."""
@@ -256,22 +260,26 @@ class Incoming:
         waiting = [each for each in found if each.stage is not Stage.STARTING and not each.over]
         if not waiting:
             return "its KV is here" if found else "unknown transfer"
-        if all((each.attempt, each.hint) == (rebind.attempt, rebind.source_engine) for each in waiting):
+        current = {each.rebound or (each.attempt, each.hint) for each in waiting}
+        if current == {(rebind.attempt, rebind.source_engine)}:
             return ""  # our word of it was lost
         if rebind.source_engine and not is_token(rebind.source_engine):
             return f"source_engine: {rebind.source_engine!r:.80} cannot be an engine's id"
-        if any(rebind.attempt <= each.attempt for each in waiting):
-            return f"attempt {rebind.attempt} is not later than {max(each.attempt for each in waiting)}"
+        latest = max(attempt for attempt, _ in current)
+        if rebind.attempt > MAX_ATTEMPT:
+            return f"attempt {rebind.attempt} is over {MAX_ATTEMPT}"
+        if rebind.attempt <= latest:
+            return f"attempt {rebind.attempt} is not later than {latest}"
         for incoming in waiting:
             incoming.rebound = (rebind.attempt, rebind.source_engine)
-            self._sink.rebound(incoming.request.request_id, rebind.source_engine)
+            self._sink.rebound(incoming.request.request_id, rebind.attempt, rebind.source_engine)
         return ""
 
     def prefill_moved(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
         """A prefill engine says how far it is. Called from the node's thread."""
         done = not isinstance(message, PrefillProgress)
         nearly = isinstance(message, PrefillProgress) and message.computed >= message.total
-        self._prefills[message.transfer_id] = Progress(time.monotonic(), done or nearly, done)
+        self._prefills[message.transfer_id] = (message.source_engine, Progress(time.monotonic(), done or nearly, done))
 
     def want_queued(self) -> None:
         """Renew the block leases of what waits in vLLM's queue."""
@@ -279,11 +287,16 @@ class Incoming:
             if incoming.stage in _WITHOUT_BLOCKS:
                 self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
 
+    def _progress(self, incoming: _Request) -> Progress | None:
+        """What was heard of its prefill, from the engine that it is to come from."""
+        source, progress = self._prefills.get(incoming.name.transfer_id, ("", None))
+        return progress if incoming.hint in ("", source) else None
+
     def _rests(self, incoming: _Request, now: float) -> bool:
         """vLLM asks in every step, for every request in its queue; without news the answer is known for a while."""
         if incoming.stage is not Stage.DEFERRED or incoming.rebound is not None:
             return False
-        progress = self._prefills.get(incoming.name.transfer_id)
+        progress = self._progress(incoming)
         news = progress is not None and progress.at > incoming.deferred_at
         return not news and now < incoming.deferred_at + LOOK_INTERVAL_S
 

@@ -14,7 +14,7 @@ from kvbus.errors import PayloadTooLargeError
 from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
 from kvbus.node import Node
 
-from .identity import TransferName, digest_of, name_transfer, traceparent_of
+from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .incoming import BlockRules
 from .step import StepPlan
 
@@ -49,6 +49,9 @@ class Outgoing:
         params = request.kv_transfer_params
         if not params or not params.get("do_remote_decode"):
             return
+        if not fits(request.request_id):
+            logger.warning("kvbus: no transfer: the request's id has %d characters", len(request.request_id))
+            return
         self._rules.truncate(request)
         name = name_transfer(request.request_id, params)
         self._prefilling[request.request_id] = (name, request)
@@ -61,7 +64,9 @@ class Outgoing:
         """See :meth:`kvbus_connector.scheduler.SchedulerHalf.finished`."""
         request_id, params = request.request_id, request.kv_transfer_params
         name = name_transfer(request_id, params)
-        self._prefilling.pop(request_id, None)
+        if self._prefilling.pop(request_id, None) is None and not fits(request_id):
+            self._end(PrefillFailed(**self._about(name, ""), reason="the request's id is too long"))
+            return False, None
         runs = block_runs.to_runs(self._rules.clip(block_ids))
         if not prefilled or not block_runs.count(runs):
             reason = "aborted" if not prefilled else "no blocks"

@@ -121,10 +121,10 @@ class SchedulerHalf:
             prefilled: it ended well, with its whole prompt computed.
         """
         self._requests -= 1
+        self._incoming.finished(request)
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
             return self._outgoing.finished(request, block_ids, prefilled=prefilled)
-        self._incoming.finished(request)
         return False, None
 
     def plan_step(self, scheduled_tokens: Mapping[str, int]) -> StepPlan:

@@ -132,8 +132,8 @@ class SimDecode(Engine):
     def first_token(self, request_id: str) -> None:
         self._apply(FirstToken(request_id))
 
-    def rebound(self, request_id: str, engine: str) -> None:
-        self._apply(Rebound(request_id, engine))
+    def rebound(self, request_id: str, attempt: int, engine: str) -> None:
+        self._apply(Rebound(request_id, attempt, engine))
 
     def unwanted(self, cancel: Cancel, hint: str) -> None:
         self.publish(f"cancel.{hint}" if hint else "cancel", cancel)

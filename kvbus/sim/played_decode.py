@@ -29,7 +29,7 @@ class SinkPort(Protocol):
 
     def first_token(self, request_id: str) -> None: ...
 
-    def rebound(self, request_id: str, engine: str) -> None: ...
+    def rebound(self, request_id: str, attempt: int, engine: str) -> None: ...
 
     def unwanted(self, cancel: Cancel, hint: str) -> None: ...
 
@@ -82,7 +82,7 @@ class PlayedDecode(Played):
         request_id = self._about(ticket)["request_id"]
         if (receive := self._receives.get(request_id)) is not None and not receive.aborted:
             receive.rebound = (attempt, engine)
-            self._sink.rebound(request_id, engine)
+            self._sink.rebound(request_id, attempt, engine)
         elif ticket in self._queue or request_id in self._orphans:
             ticket.attempt, ticket.hint = attempt, engine
             if self._orphans.pop(request_id, None) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import pytest
 from support.fake_engine import Boot, FakeEngine, Request, legs, restarted
@@ -382,3 +383,33 @@ def test_a_dead_prefill_engine_is_fenced_and_decode_goes_on(
     eventually_sync(lambda: decode.has_received(d_leg.request_id), timeout_s=20)
     assert decode.received[d_leg.request_id] is False
     assert time.monotonic() - died > 3.0
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("p_id", "d_id", "params"),
+    [
+        (LONG, LONG, {}),
+        ("cmpl-a-0-aaaaaaaa", "cmpl-a-0-bbbbbbbb", {"transfer_id": LONG}),
+        ("cmpl-a-0-aaaaaaaa", "cmpl-a-0-bbbbbbbb", {"transfer_id": "t", "attempt": 1 << 70}),
+        ("cmpl-a-0-aaaaaaaa", "cmpl-a-0-bbbbbbbb", {"transfer_id": "t", "attempt": 10**12, "takeover_s": float("nan")}),
+    ],
+    ids=["request id", "transfer id", "attempt", "another attempt"],
+)
+def test_what_a_client_may_choose_takes_no_engine_down(
+    pair: tuple[FakeEngine, FakeEngine], p_id: str, d_id: str, params: dict[str, Any]
+) -> None:
+    """vLLM does not catch what its hooks raise: the engine would be gone, and the next one after it."""
+    prefill, decode = pair
+    p_leg = Request(p_id, {"do_remote_decode": True, **params})
+    d_leg = Request(d_id, {"do_remote_prefill": True, "prefill_engine_id": "P", **params})
+    tokens = decode.allocate(d_leg, D_BLOCKS)
+    prefill.prefill(p_leg, P_BLOCKS)
+    if tokens:
+        eventually_sync(lambda: done(decode, d_leg, prefill, p_leg))
+        assert decode.received[d_leg.request_id] is True
+    else:
+        assert p_id == LONG, "computed on decode, and prefill keeps nothing"
+    decode.scheduler.finished(d_leg, [D_BLOCKS], prefilled=True)

@@ -148,7 +148,7 @@ class State:
 
     def rebind(self) -> None:
         self.may.discard("rebind")
-        self.at_sink(Rebound(REQUEST, "P"))
+        self.at_sink(Rebound(REQUEST, 2, "P"))
 
     def register_again(self) -> None:
         """vLLM was told that the first attempt is over, and has allocated other blocks."""

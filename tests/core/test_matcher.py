@@ -183,6 +183,24 @@ class TestTakingOver:
         ready.apply(WriteEnded("t", 1, 900), 3.0)
         assert self.is_written(ready.apply(self.SECOND, 7.0))
 
+    def test_a_cancel_of_the_first_is_remembered_when_the_second_leaves(self, matcher: Matcher) -> None:
+        """F4: the first decode engine has its blocks back; its registration may still be under way, doubled."""
+        matcher.apply(SinkJoined("E", 7, 64), 0.0)
+        matcher.apply(replace(self.SECOND, source_incarnation=5), 1.0)
+        assert matcher.apply(CANCEL, 2.0) == [CANCEL_ACK]
+        matcher.apply(SinkLeft("E", 7), 3.0)
+        matcher.apply(COMPLETED, 4.0)
+        assert matcher.apply(REGISTRATION, 5.0) == [refusal("superseded by another attempt")]
+
+    @pytest.mark.parametrize("word", [DELIVERED, CANCEL], ids=["delivered", "cancel"])
+    def test_word_of_the_first_frees_nothing_that_the_second_waits_for(
+        self, ready: Matcher, word: Delivered | Cancel
+    ) -> None:
+        ready.apply(self.SECOND, 2.5)
+        ready.apply(WriteEnded("t", 1, 900), 3.0)
+        assert RELEASE not in ready.apply(word, 3.2)
+        assert self.is_written(ready.apply(self.SECOND, 3.5))
+
     def test_nobody_takes_over(self, ready: Matcher) -> None:
         ready.apply(WriteEnded("t", 1, 900), 3.0)
         ready.apply(SinkLeft("D", 7), 6.0)
@@ -427,9 +445,14 @@ def test_a_full_table_refuses_and_frees() -> None:
     matcher = leased(Matcher(engine="P", incarnation=5, rank=0, ranks=1, max_transfers=1, **FOREVER))
     matcher.apply(replace(REGISTRATION, transfer_id="other"), 1.0)
     assert matcher.apply(REGISTRATION, 2.0) == [refusal("full")]
-    assert matcher.apply(PooledRegistration(POOLED), 2.0) == [Reject("full")]
-    assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("full")]
-    assert matcher.apply(PROGRESS, 2.0) == [Reject("full")]
+    assert matcher.apply(PooledRegistration(POOLED), 2.0) == [Reject("late registration")]
+    assert matcher.apply(PooledRegistration(replace(POOLED, transfer_id="v")), 2.0) == [Reject("full")]
+    assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("late completion")]
+    assert matcher.apply(replace(COMPLETED, transfer_id="v", request_id="p2"), 2.0) == [
+        ReleaseBlocks("p2"),
+        Reject("full"),
+    ]
+    assert matcher.apply(replace(PROGRESS, transfer_id="v"), 2.0) == [Reject("full")]
 
 
 class TestWriteLease:

@@ -167,8 +167,8 @@ def test_a_request_that_is_given_to_another_prefill_engine_ends_its_attempt_firs
     registrar.apply(RegistrationAck(**rank()), 0.1)
     reason = f"its prefill is given to {engine}"
     wanted = Publish("P", Cancel("t", 1, "D", 7, "d1", reason, release=engine != "P"))
-    assert registrar.apply(Rebound("d1", engine), 1.0) == [wanted]
-    assert registrar.apply(Rebound("d1", engine), 1.1) == [], "it is ending already"
+    assert registrar.apply(Rebound("d1", 2, engine), 1.0) == [wanted]
+    assert registrar.apply(Rebound("d1", 2, engine), 1.1) == [], "it is ending already"
     assert registrar.apply(CancelAck(**rank()), 1.2) == [Abandon("d1", reason)]
     again = replace(REGISTRATION, attempt=2)
     [sent] = registrar.apply(Register(again, engine), 1.3)
@@ -176,6 +176,17 @@ def test_a_request_that_is_given_to_another_prefill_engine_ends_its_attempt_firs
     assert isinstance(sent.message, Registration)
     assert sent.message.attempt == 2
     assert registrar.apply(TransferDone(**rank()), 1.4) == [Reject("another attempt")]
+    assert registrar.apply(Rebound("d1", 2, engine), 1.5) == [Reject("stale attempt")], (
+        "it is the one that is registered"
+    )
+
+
+def test_what_was_registered_in_the_pool_is_not_released_there_when_it_is_rebound() -> None:
+    """The engine that is to take over hears the pool, too."""
+    [sent] = new("").apply(Rebound("d1", 2, "Q"), 1.0)
+    assert isinstance(sent, Publish)
+    assert isinstance(sent.message, Cancel)
+    assert not sent.message.release
 
 
 def test_a_refusal_ends_at_once() -> None:
