@@ -298,6 +298,8 @@ class Rank:
         self._counters.add("transfers_done")
         self._counters.add("bytes_written", done.nbytes)
         self._counters.add(f"late_side_{done.late_side}")
+        self._counters.observe(f"match_wait_{done.late_side}", done.match_wait_s)
+        self._counters.observe("write", done.write_s)
 
     def _add_peer(self, peer: AddPeer, now: float) -> None:
         if self._writes_into(peer.engine):

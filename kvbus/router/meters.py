@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from kvbus.membership import Membership
 
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -62,6 +63,11 @@ class Meters:
             ["lost"],
             registry=self.registry,
         )
+        # With 0 from the start: increase() of a counter that appears with 1 is 0, and an alert would miss the first.
+        for outcome in OUTCOMES:
+            self._requests.labels(outcome)
+        for lost in ("prefill", "decode"):
+            self._takeovers.labels(lost)
         self._in_flight = Gauge("kvbus_router_in_flight", "Requests at the engines.", registry=self.registry)
         self._queued = Gauge("kvbus_router_queue_length", "Requests that wait in the router.", registry=self.registry)
         self.registry.register(_Engines(membership))

@@ -121,13 +121,15 @@ async def test_vllms_own_metrics_show_the_bus(cluster: Cluster) -> None:
         found = re.search(rf"^vllm:kvbus_{label}[^}}]*}} ([0-9.e+]+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    transfers, written = 'transfers_total{.*outcome="done"', "written_bytes_total{"
-    before = [await count("prefill-0", each) for each in (transfers, written)]
+    shown = 'transfers_total{.*outcome="done"', "written_bytes_total{", "write_seconds_count{", "write_seconds_sum{"
+    before = [await count("prefill-0", each) for each in shown]
     await complete(cluster.url, prompt(320, seed=29))
     await complete(cluster.url, prompt(10, seed=29))  # what is counted is shown with the next step
-    after = [await count("prefill-0", each) for each in (transfers, written)]
+    after = [await count("prefill-0", each) for each in shown]
     assert after[0] - before[0] >= 1
     assert after[1] - before[1] >= 320 * 1024
+    assert after[2] - before[2] == after[0] - before[0]
+    assert after[3] > before[3]
     assert await count("prefill-0", "peers_refused_total{") == 0
     local = await count("decode-0", "computed_locally_total{")
     params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "prefill_engine_id": "nobody"}

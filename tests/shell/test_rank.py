@@ -10,7 +10,7 @@ import pytest
 from kvbus.matcher import Matcher
 from kvbus.memory_transport import Fabric, MemoryTransport
 from kvbus.messages import LeaseEcho, Message, PrefillCompleted, Pulse, Registration, TransferFailed
-from kvbus.metrics import Counters
+from kvbus.metrics import Counters, durations
 from kvbus.rank import AddPeer, Rank
 from kvbus.tracing import Recorder
 
@@ -29,10 +29,10 @@ class Driven:
     def __post_init__(self) -> None:
         fabric = Fabric()
         fabric.slow = True
-        sink = MemoryTransport(fabric, "D")
+        sink, self.source = MemoryTransport(fabric, "D"), MemoryTransport(fabric, "P")
         self.rank = Rank(
             matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
-            transport=MemoryTransport(fabric, "P"),
+            transport=self.source,
             rank=0,
             ranks=1,
             publish=lambda _, message: self.said.append(message),
@@ -89,3 +89,10 @@ def test_a_peer_that_is_met_again_meanwhile_is_disconnected_all_the_same(driven:
     assert driven.failures == ["disconnected"]
     assert driven.introduced == ["D"]
     assert driven.rank.writing == 0
+
+
+def test_how_long_a_match_waited_and_its_write_took_is_counted(driven: Driven) -> None:
+    driven.now = 1.5
+    driven.source.finish()
+    driven.rank.poll()
+    assert sorted(durations(driven.counters.snapshot())) == [("match_wait_decode", 1, 0.0), ("write", 1, 1.5)]
