@@ -417,7 +417,7 @@ def decode(data: bytes) -> Message:
     if body.get("v") != WIRE_VERSION:
         raise MessageError(f"wire version {body.get('v')!r}, spoken here: {WIRE_VERSION}")
     kind = body.get("k")
-    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    cls = KINDS.get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise MessageError(f"unknown kind {kind!r:.80}")
     try:
@@ -555,4 +555,4 @@ _CHECKS: dict[type[Message], tuple[tuple[str, Callable[[str, object], object]], 
     )
     for cls in _leaves(Message)
 }
-_KINDS: dict[str, type[Message]] = {cls.KIND: cls for cls in _CHECKS}
+KINDS: dict[str, type[Message]] = {cls.KIND: cls for cls in _CHECKS}

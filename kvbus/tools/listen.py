@@ -1,0 +1,129 @@
+"""An ear on the bus: whatever is said on some subjects, with the time when it was heard, in a bounded queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvbus.bus import Bus
+from kvbus.errors import BusUnavailableError, MessageError
+from kvbus.messages import Who, decode, encode
+from kvbus.subjects import Subjects
+from kvbus.tools.lines import Said, Undecodable
+
+T = TypeVar("T")
+
+CONNECT_TIMEOUT_S = 3.0
+MAX_HEARD = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """``at``: seconds, monotonic."""
+
+    at: float
+    subject: str
+    payload: bytes
+
+    def read(self) -> Said:
+        try:
+            return decode(self.payload)
+        except MessageError as error:
+            return Undecodable(error.reason, len(self.payload))
+
+
+class Ear:
+    """What was heard and not yet taken; ``missed`` counts what came while :data:`MAX_HEARD` waited to be taken."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._heard: deque[Heard] = deque()
+        self._news = asyncio.Event()
+        self.missed = 0
+
+    @property
+    def connected(self) -> bool:
+        return self._bus.connected
+
+    async def take(self, timeout_s: float | None) -> list[Heard]:
+        """What was heard since the last call; if that is nothing, wait for it, at most ``timeout_s``."""
+        if not self._heard:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait()
+        taken = list(self._heard)
+        self._heard.clear()
+        return taken
+
+    def hear(self, subject: str, payload: bytes) -> None:
+        if len(self._heard) >= MAX_HEARD:
+            self.missed += 1
+            return
+        self._heard.append(Heard(time.monotonic(), subject, payload))
+        self._news.set()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    bus: Bus,
+    subjects: Subjects,
+    patterns: Sequence[str],
+    *,
+    where: str,
+    asks: str = "",
+    timeout_s: float = CONNECT_TIMEOUT_S,
+) -> AsyncIterator[Ear]:
+    """Listen to ``patterns`` until the context is left; it is entered once the bus is connected.
+
+    Args:
+        where: the server, for the error's text.
+        asks: ask engines for a heartbeat under this name at each connection; empty: say nothing at all.
+
+    Raises:
+        BusUnavailableError: no connection within ``timeout_s``.
+    """
+    ear, there = Ear(bus), asyncio.Event()
+
+    def on_bus(connected: bool) -> None:
+        if connected:
+            there.set()
+            if asks:
+                bus.publish(subjects.who, encode(Who(asks)))
+
+    for pattern in patterns:
+        await bus.subscribe(pattern, ear.hear)
+    bus.watch(on_bus)
+    async with bus:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await there.wait()
+        except TimeoutError:
+            raise BusUnavailableError(f"kvbus: no NATS server answers at {where}") from None
+        yield ear
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end; Ctrl-C and SIGTERM cancel it, since raised in whichever code runs at the moment they get lost.
+
+    Raises:
+        KeyboardInterrupt: it was cancelled so.
+    """
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await coroutine
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
