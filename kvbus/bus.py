@@ -102,7 +102,7 @@ class Bus(Protocol):
     ) -> None: ...
 
 
-def _without_credentials(server: str) -> str:
+def without_credentials(server: str) -> str:
     scheme, _, rest = server.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}"
 
@@ -117,7 +117,7 @@ class NatsBus:
 
     def __init__(self, servers: list[str], name: str) -> None:
         self._servers, self._name = servers, name
-        self._shown = ", ".join(_without_credentials(server) for server in servers)
+        self._shown = ", ".join(without_credentials(server) for server in servers)
         self._counters = Counters()
         self._subscriptions: list[tuple[str, Callback | None, Handler | None]] = []
         self._watchers: list[Watcher] = []

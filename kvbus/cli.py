@@ -17,6 +17,7 @@ from rich.console import Console
 from kvbus import __version__
 from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.tools import live_commands
 
 BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
@@ -379,6 +380,8 @@ def scale(
         table.add_row(what, figure)
     Console().print(table)
 
+
+live_commands.register(app, clear_errors)
 
 if __name__ == "__main__":
     app()

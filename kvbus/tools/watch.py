@@ -1,0 +1,93 @@
+"""The tools' loops over a bus: what is heard goes into a pure table, what that makes of it goes to the caller."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvbus.bus import Bus
+from kvbus.subjects import Subjects
+from kvbus.tools.lines import Said, Selection, Undecodable
+from kvbus.tools.listen import listening
+from kvbus.tools.pending import PendingRow, PendingTable
+from kvbus.tools.traffic import Snapshot, Traffic
+
+PROGRESS_EVERY_S = 0.1
+
+
+async def tap(
+    bus: Bus,
+    subjects: Subjects,
+    selection: Selection,
+    *,
+    where: str,
+    limit: int | None,
+    show: Callable[[float, str, Said], None],
+    say: Callable[[str], None],
+) -> None:
+    """Call ``show(wall_s, subject, said)`` for each message that is selected, for ever or ``limit`` times."""
+    async with listening(bus, subjects, [subjects.everything], where=where) as ear:
+        say(f"listening to namespace {subjects.namespace} at {where}; Ctrl-C ends it")
+        wall_s, shown, missed = time.time() - time.monotonic(), 0, 0
+        while True:
+            for heard in await ear.take(None):
+                said = heard.read()
+                if not selection.wants(said):
+                    continue
+                show(wall_s + heard.at, heard.subject, said)
+                shown += 1
+                if shown == limit:
+                    return
+            if ear.missed > missed:
+                say(f"{ear.missed - missed} messages came too fast to be shown")
+                missed = ear.missed
+
+
+async def top(
+    bus: Bus,
+    subjects: Subjects,
+    *,
+    where: str,
+    interval_s: float,
+    once: bool,
+    show: Callable[[Snapshot, bool], None],
+) -> None:
+    """Call ``show(snapshot, connected)`` every ``interval_s``, for ever or once."""
+    patterns = [subjects.heartbeats("*", "*"), subjects.bye("*"), subjects.transfers("*"), subjects.prefill("*")]
+    async with listening(bus, subjects, patterns, where=where, asks="kvbus-top") as ear:
+        traffic = Traffic(time.monotonic())
+        due = time.monotonic() + interval_s
+        while True:
+            for heard in await ear.take(max(0.0, due - time.monotonic())):
+                said = heard.read()
+                if isinstance(said, Undecodable):
+                    traffic.undecodable += 1
+                else:
+                    traffic.hear(said, heard.at)
+            if (now := time.monotonic()) < due:
+                continue
+            if not ear.connected:
+                traffic.excuse_silence(now)
+            show(traffic.snapshot(now), ear.connected)
+            if once:
+                return
+            due = now + interval_s
+
+
+async def pending(
+    bus: Bus, subjects: Subjects, *, where: str, listen_s: float, progress: Callable[[float], None]
+) -> tuple[tuple[PendingRow, ...], int]:
+    """Listen for ``listen_s``; what is pending then, and how many messages there was no room for.
+
+    ``progress`` gets the seconds listened so far.
+    """
+    table = PendingTable()
+    # One subscription to everything: only within one the order of what an engine says is kept.
+    async with listening(bus, subjects, [subjects.everything], where=where) as ear:
+        started = time.monotonic()
+        while (passed := time.monotonic() - started) < listen_s:
+            progress(passed)
+            for heard in await ear.take(min(PROGRESS_EVERY_S, listen_s - passed)):
+                if not isinstance(said := heard.read(), Undecodable):
+                    table.hear(said, heard.at)
+        return table.pending(time.monotonic()), table.unkept + ear.missed
