@@ -125,13 +125,16 @@ def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbe
 
 
 def listening_address(pid: int, local_host: str) -> str:
-    """``host:port`` of the HTTP server among the ancestors of the process ``pid``; empty while nobody listens.
+    """``host:port`` of the HTTP server that started the process ``pid``; empty while it does not listen.
 
     vLLM does not tell its scheduler which port the API server has, but that server is the scheduler's parent, and it
-    listens only when it is ready. A wildcard address becomes ``local_host``.
+    listens only when it is ready. Older ancestors are asked while they are vLLM's: any other one that listens is some
+    supervisor. A wildcard address becomes ``local_host``.
     """
     try:
-        for process in psutil.Process(pid).parents():
+        for number, process in enumerate(psutil.Process(pid).parents()):
+            if number and not any("vllm" in word.lower() for word in process.cmdline()):
+                return ""
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN and connection.laddr:
                     host = str(connection.laddr.ip)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +75,19 @@ def test_the_http_address_is_found_among_the_ancestors_sockets() -> None:
         child.wait()
     assert listening_address(child.pid, "") == ""
     assert os.getpid()
+
+
+def test_a_supervisor_that_listens_is_not_the_engine() -> None:
+    """A grandparent's socket must not be taken for the API server's, which is still to come."""
+    child = psutil.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+    try:
+        grandchild = int(child.stdout.readline())
+        with socket.create_server(("127.0.0.1", 0)):
+            assert listening_address(grandchild, "") == ""
+    finally:
+        psutil.Process(grandchild).kill()
+        child.wait()
+        child.stdout.close()
 
 
 def test_another_vllm_is_refused_with_both_versions() -> None:
