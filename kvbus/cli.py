@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kvbus import __version__
 from kvbus.config import REGISTRATIONS, Config
-from kvbus.errors import ConfigError, KVBusError
-from kvbus.tools import live_commands
+from kvbus.errors import ConfigError
+from kvbus.tools import live_commands, trace_commands
+from kvbus.tools.guard import clear_errors, err, say
 
 BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
@@ -33,31 +31,6 @@ NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host
 Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
 Port = Annotated[int, typer.Option(help="The router's port.", min=1, max=65535)]
 ModelDir = Annotated[Path | None, typer.Option("--model", help="A model's folder. Default: SmolLM2-135M-Instruct.")]
-
-err = Console(stderr=True)
-
-
-def say(text: str) -> None:
-    err.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim] {text}", highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def clear_errors() -> Iterator[None]:
-    """One clear message instead of a traceback; Ctrl-C and SIGTERM end cleanly."""
-
-    def on_term(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, on_term)
-    signal.signal(signal.SIGINT, on_term)  # also where the shell that started us ignores it
-    try:
-        yield
-    except KVBusError as error:
-        err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        say("stopped")
-        raise typer.Exit(130) from None
 
 
 def _log(level: int) -> None:
@@ -102,8 +75,14 @@ def router(
     max_takeovers: Annotated[
         int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
     ] = 3,
+    trace_file: Annotated[
+        Path | None, typer.Option(help="Keep the last traces (32 to 64 MiB of them) in this file, as OTLP JSON.")
+    ] = None,
 ) -> None:
     """Run the router alone: an OpenAI API in front of the engines that it finds on the bus.
+
+    Traces also go where the standard variables say, such as OTEL_EXPORTER_OTLP_ENDPOINT=http://jaeger:4317;
+    OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG=0.01 sample one request in a hundred.
 
     Example: [bold]kvbus router --nats-url nats://127.0.0.1:4222 --port 8000[/bold]
     """
@@ -124,7 +103,7 @@ def router(
             first_token_s=first_token_s,
             max_takeovers=max_takeovers,
         )
-        uvloop.run(run_router(config, host, port, settings))
+        uvloop.run(run_router(config, host, port, settings, trace_file))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -381,6 +360,7 @@ def scale(
     Console().print(table)
 
 
+trace_commands.register(app)
 live_commands.register(app, clear_errors)
 
 if __name__ == "__main__":

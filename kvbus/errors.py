@@ -51,3 +51,11 @@ class TransferRefusedError(KVBusError):
 
 class LocalClusterError(KVBusError):
     """The local cluster cannot start or lost one of its processes."""
+
+
+class TraceError(KVBusError):
+    """A trace cannot be read, or is not there."""
+
+    def __init__(self, where: str, reason: str) -> None:
+        self.where, self.reason = where, reason
+        super().__init__(f"kvbus: {where}: {reason}")

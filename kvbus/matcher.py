@@ -345,7 +345,8 @@ class Matcher:
         transfer.stage, transfer.writing_since = Stage.WRITING, now
         self._deadlines.drop(key)
         started = TransferStarted(**self._about(registration))
-        return [PostWrite(write_job(registration, completion)), Send(registration.sink_engine, started)]
+        job = write_job(registration, completion, transfer.registered_at, transfer.completed_at)
+        return [PostWrite(job), Send(registration.sink_engine, started)]
 
     def _end_write(self, ended: WriteEnded, now: float) -> list[Effect]:
         transfer = self._transfers.get(ended.transfer_id)

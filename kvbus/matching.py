@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.blocks import BlockRuns
 from kvbus.messages import (
@@ -94,7 +94,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class WriteJob:
-    """One transfer of one rank. Source blocks may outnumber sink blocks: the last ones of each group line up."""
+    """One transfer of one rank. Source blocks may outnumber sink blocks: the last ones of each group line up.
+
+    ``registered_at`` and ``completed_at`` say when its halves were known, seconds.
+    """
 
     transfer_id: str
     attempt: int
@@ -105,6 +108,8 @@ class WriteJob:
     sink_request: str
     sink_blocks: BlockRuns
     traceparent: str = ""
+    registered_at: float = field(default=0.0, compare=False)
+    completed_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

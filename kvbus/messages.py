@@ -35,6 +35,7 @@ MAX_RUNS = 1 << 16
 MAX_BLOCKS = 1 << 20
 MAX_PAIRS = 64
 MAX_ECHOES = 1024
+MAX_MARKS = 1024
 _MAX_INT = (1 << 63) - 1
 
 
@@ -66,6 +67,8 @@ _ROLES = {role.value: role for role in Role}
 _STATES = {state.value: state for state in State}
 
 Pairs = tuple[tuple[str, str], ...]
+MarkList = tuple[tuple[int, str, int, str], ...]
+"""``(attempt, name, time in ns on the sender's monotonic clock, note)``: see :mod:`kvbus.ttft`."""
 Echoes = tuple[tuple[str, int, int, int], ...]
 """``(prefill engine, its incarnation, rank, pulse number)``: see :mod:`kvbus.lease`."""
 
@@ -343,6 +346,42 @@ class DrainReply(Message):
 
 
 @dataclass(frozen=True, slots=True)
+class Marks(Message):
+    """What one process of an engine did for a traced transfer, and when. ``host`` names its monotonic clock."""
+
+    KIND = "marks"
+
+    transfer_id: str
+    traceparent: str
+    engine: str
+    role: Role
+    rank: int
+    host: str
+    marks: MarkList
+
+
+@dataclass(frozen=True, slots=True)
+class ClockRequest(Message):
+    """Asks an engine for its clock."""
+
+    KIND = "clock?"
+
+    sender: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReply(Message):
+    """The monotonic clock of ``host``, ns: when the question came, and when this answer left."""
+
+    KIND = "clock!"
+
+    engine: str
+    host: str
+    received_ns: int
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Who(Message):
     """Asks every engine for a heartbeat at once."""
 
@@ -516,6 +555,18 @@ def _echoes(name: str, value: object) -> Echoes:
     return tuple(echoes)
 
 
+def _marks(name: str, value: object) -> MarkList:
+    wanted = f"at most {MAX_MARKS} marks [attempt, name, time, note]"
+    marks: list[tuple[int, str, int, str]] = []
+    for item in _sequence(name, value, MAX_MARKS, wanted):
+        match _sequence(name, item, 4, wanted):
+            case (attempt, what, at_ns, note):
+                marks.append((_integer(name, attempt), _text(name, what), _integer(name, at_ns), _text(name, note)))
+            case _:
+                raise _bad(name, value, wanted)
+    return tuple(marks)
+
+
 def _is_run(first: int, length: int) -> bool:
     return 0 <= first <= _MAX_INT and 0 < length <= MAX_BLOCKS
 
@@ -539,6 +590,7 @@ _CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     BlockRuns: _runs,
     Pairs: _pairs,
     Echoes: _echoes,
+    MarkList: _marks,
 }
 
 

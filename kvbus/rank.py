@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvbus.arrivals import Arrivals, Arrived, Landed
 from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.lease import MAX_WRITE_S
+from kvbus.marks import Marking, Traced, traced
 from kvbus.matcher import Matcher
 from kvbus.matching import (
     Effect,
@@ -31,8 +32,8 @@ from kvbus.matching import (
 )
 from kvbus.messages import Message, TransferDone, TransferFailed, TransferStarted
 from kvbus.metrics import Counters
-from kvbus.tracing import Attributes, Recorder
 from kvbus.transport import Transport
+from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Expect:
 
     request_id: str
     attempt: int
+    traced: Traced | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,14 @@ class Rank:
         introduce: Callable[[str], None],
         clock: Callable[[], float],
         counters: Counters,
-        recorder: Recorder,
+        marking: Marking,
         pulse_interval_s: float | None = None,
         first_pulse_at: float = 0.0,
         max_write_s: float = MAX_WRITE_S,
     ) -> None:
         self._matcher, self._transport, self._rank, self._ranks = matcher, transport, rank, ranks
         self._publish, self._introduce, self._clock = publish, introduce, clock
-        self._counters, self._recorder = counters, recorder
+        self._counters, self._marking = counters, marking
         self._pulse_interval_s, self._max_write_s = pulse_interval_s, max_write_s
         self._pulse_at = first_pulse_at
         self._overdue: set[str] = set()  # disconnected from, until their WRITEs have ended
@@ -126,6 +128,7 @@ class Rank:
         self._leaving: dict[str, SinkLeft] = {}
         self._writes: dict[tuple[str, int], tuple[WriteJob, float]] = {}
         self._landing: dict[str, float] = {}
+        self._traced: dict[str, tuple[Traced, int]] = {}
         self._greeting_until = 0.0
         self._released: deque[str] = deque()
         self._arrived: deque[Arrived] = deque()
@@ -160,11 +163,13 @@ class Rank:
                 self._perform(self._matcher.apply(item, now))
                 self._leaving[item.engine] = item
                 self._drop_left()
-            case Expect(request_id, attempt):
-                self._arrived.extend(self._arrivals.expect(request_id, attempt))
+            case Expect(request_id, attempt, what):
+                if what is not None:
+                    self._traced[request_id] = (what, attempt)
+                self._note(self._arrivals.expect(request_id, attempt))
             case Abandon(request_id):
                 self._landing.pop(request_id, None)
-                self._arrived.extend(self._arrivals.abandon(request_id))
+                self._note(self._arrivals.abandon(request_id))
             case Greet():
                 self._greeting_until = now + GREETING_S
             case TransferStarted() | TransferDone():
@@ -238,9 +243,16 @@ class Rank:
             logger.warning("kvbus: dropped a notification that is not ours: %.200r", text)
             return
         arrived = self._arrivals.land(landed)
-        self._arrived.extend(arrived)
+        self._note(arrived)
         if arrived:
             self._landing.pop(landed.request_id, None)
+
+    def _note(self, arrived: list[Arrived]) -> None:
+        self._arrived.extend(arrived)
+        for each in arrived:
+            what, attempt = self._traced.pop(each.request_id, (None, 0))
+            if each.ok:
+                self._marking.mark(what, MarkName.LANDED, attempt, at_s=self._clock())
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -274,25 +286,21 @@ class Rank:
             )
             return
         self._writes[job.transfer_id, job.attempt] = (job, started)
-        self._recorder.record("write.post", started, self._clock(), job.traceparent)
+        if (what := traced(job.transfer_id, job.traceparent)) is not None:
+            self._marking.mark(what, MarkName.REGISTERED, job.attempt, at_s=job.registered_at)
+            self._marking.mark(what, MarkName.COMPLETED, job.attempt, at_s=job.completed_at)
+            self._marking.mark(what, MarkName.POSTING, job.attempt, at_s=started)
+            self._marking.mark(what, MarkName.POSTED, job.attempt, at_s=self._clock())
 
     def _end_write(self, ended: WriteEnded) -> None:
-        job, posted = self._writes.pop((ended.transfer_id, ended.attempt))
+        job, _ = self._writes.pop((ended.transfer_id, ended.attempt))
         now = self._clock()
-        effects = self._matcher.apply(ended, now)
-        self._perform(effects)
-        if self._recorder.enabled:
-            self._trace(job, posted, now, effects)
-
-    def _trace(self, job: WriteJob, posted: float, now: float, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Send) and isinstance(effect.message, TransferDone):
-                done = effect.message
-                matched = now - done.write_s - done.queue_s
-                about: Attributes = {"kvbus.late_side": done.late_side, "kvbus.attempt": done.attempt}
-                self._recorder.record("match.wait", matched - done.match_wait_s, matched, job.traceparent, about)
-                sizes: Attributes = {"kvbus.bytes": done.nbytes, "kvbus.sink": job.sink_engine}
-                self._recorder.record("write.transfer", posted, now, job.traceparent, sizes)
+        what = traced(job.transfer_id, job.traceparent)
+        if ended.failure:
+            self._marking.mark(what, MarkName.WRITE_FAILED, job.attempt, ended.failure, now)
+        else:
+            self._marking.mark(what, MarkName.WRITTEN, job.attempt, str(ended.nbytes), now)
+        self._perform(self._matcher.apply(ended, now))
 
     def _count_done(self, done: TransferDone) -> None:
         self._counters.add("transfers_done")

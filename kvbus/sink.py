@@ -52,7 +52,6 @@ from kvbus.registrar import (
     Reject,
     SourceLeft,
 )
-from kvbus.tracing import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -75,10 +74,9 @@ class SinkScheduler:
         heartbeat: this engine's own, to compare a prefill engine's with.
     """
 
-    def __init__(self, node: Node, registrar: Registrar, engine: str, heartbeat: Heartbeat, recorder: Recorder) -> None:
-        self._node, self._registrar, self._own, self._recorder = node, registrar, heartbeat, recorder
+    def __init__(self, node: Node, registrar: Registrar, engine: str, heartbeat: Heartbeat) -> None:
+        self._node, self._registrar, self._own = node, registrar, heartbeat
         self._abandoned: deque[Abandon] = deque()
-        self._registered: dict[str, tuple[float, str]] = {}
         self._prefill_watchers: list[Callable[[OfPrefill], None]] = []
         self._news = threading.Event()
         self._news_at = 0.0
@@ -123,13 +121,9 @@ class SinkScheduler:
             PayloadTooLargeError: it is not registered.
         """
         self._node.check_size(self._subject_of(registration, hint), registration)
-        self._registered[registration.request_id] = (time.monotonic(), registration.traceparent)
         self._node.call(self._apply, Register(registration, hint))
 
     def received(self, request_id: str) -> None:
-        registered = self._registered.pop(request_id, None)
-        if registered is not None:
-            self._recorder.record("registration", registered[0], time.monotonic(), registered[1])
         self._node.call(self._apply, Received(request_id))
 
     def aborted(self, request_id: str) -> None:
@@ -220,7 +214,6 @@ class SinkScheduler:
                 case Abandon(request_id, reason):
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)
-                    self._registered.pop(request_id, None)
                     self._abandoned.append(effect)
                     self._tell()
                 case Reject(reason):

@@ -87,6 +87,14 @@ class Subjects:
         """Request/reply: an operator drains the engine ``engine``."""
         return self._of(f"drain.{engine}")
 
+    def marks(self, engine: str) -> str:
+        """What the engine's processes did for traced requests, and when."""
+        return self._of(f"mark.{engine}")
+
+    def clock(self, engine: str) -> str:
+        """Request/reply: the engine's clock."""
+        return self._of(f"clock.{engine}")
+
     @property
     def who(self) -> str:
         return self._of("who")

@@ -1,7 +1,6 @@
-"""Spans: recorded as tuples on hot threads, turned into OpenTelemetry spans elsewhere. The only OpenTelemetry import.
+"""Who is sampled, and the way to an OTLP endpoint. The only OpenTelemetry import.
 
-A span costs 15-25 us in the SDK, a tuple 0.1 us. Nothing is recorded unless an exporter is configured by the standard
-variables (``OTEL_EXPORTER_OTLP_ENDPOINT`` or ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT``).
+The standard ``OTEL_*`` variables say where spans go and who is sampled; a client's own decision holds.
 """
 
 from __future__ import annotations
@@ -9,26 +8,34 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
-import time
-from collections import deque
-from collections.abc import Mapping
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import NonRecordingSpan, SpanContext, SpanKind, TraceFlags
+from opentelemetry.sdk.trace.sampling import Decision
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import (
+    Link,
+    NonRecordingSpan,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from kvbus.spans import INTERNAL, PRODUCER, SERVER, Ids, SpanData
 
 logger = logging.getLogger(__name__)
 
-MAX_PENDING = 4096
-FLUSH_INTERVAL_S = 0.5
 EXPORT_BATCH = 32  # a larger one stalls other threads: encoding holds the GIL
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-
-Attributes = Mapping[str, str | int | float | bool]
-_Record = tuple[str, float, float, str, Attributes]
+_KINDS = {INTERNAL: SpanKind.INTERNAL, SERVER: SpanKind.SERVER, PRODUCER: SpanKind.PRODUCER}
+_SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 def parse_traceparent(text: str) -> SpanContext | None:
@@ -41,76 +48,82 @@ def parse_traceparent(text: str) -> SpanContext | None:
     return context if context.is_valid else None
 
 
-class Recorder:
-    """Takes spans from any thread; exports them from one of its own.
+def new_span_id() -> str:
+    return secrets.token_hex(8)
 
-    Args:
-        service: ``service.name`` of the spans.
-        exporter: where they go; by default what the ``OTEL_*`` variables say, nowhere if they say nothing.
-    """
 
-    def __init__(
-        self, service: str, attributes: Attributes | None = None, exporter: SpanExporter | None = None
-    ) -> None:
-        self._pending: deque[_Record] = deque(maxlen=MAX_PENDING)
-        self._anchor_ns = time.time_ns() - time.monotonic_ns()
-        self._stop = threading.Event()
-        self._provider: TracerProvider | None = None
-        exporter = exporter or _exporter_from_environment()
-        if exporter is not None:
-            resource = Resource.create({"service.name": service, **(attributes or {})})
-            self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-            self._provider.add_span_processor(BatchSpanProcessor(exporter, max_export_batch_size=EXPORT_BATCH))
-            self._tracer = self._provider.get_tracer("kvbus")
-            self._thread = threading.Thread(target=self._run, name="kvbus-tracing", daemon=True)
-            self._thread.start()
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A request's trace: ``traceparent`` is for its legs."""
+
+    ids: Ids
+    sampled: bool
 
     @property
-    def enabled(self) -> bool:
-        return self._provider is not None
+    def traceparent(self) -> str:
+        return f"00-{self.ids.trace_id}-{self.ids.root}-{'01' if self.sampled else '00'}"
 
-    def record(
-        self, name: str, start_s: float, end_s: float, traceparent: str, attributes: Attributes | None = None
-    ) -> None:
-        """Record a span of monotonic seconds. Costs nothing without an exporter, a parent, or its sampling."""
-        if self._provider is not None and traceparent.endswith("1"):
-            self._pending.append((name, start_s, end_s, traceparent, attributes or {}))
 
-    def flush(self) -> None:
-        """Export what is recorded so far."""
-        if self._provider is not None:
-            self._make_spans()
-            self._provider.force_flush(5000)
+class Sampler:
+    """``OTEL_TRACES_SAMPLER`` and ``OTEL_TRACES_SAMPLER_ARG``; without them every request that comes without a trace
+    context of its own is sampled."""
+
+    def __init__(self) -> None:
+        self._sampler = TracerProvider(shutdown_on_exit=False).sampler
+
+    def begin(self, given: str | None) -> Begun:
+        """Decide about a request that brought the trace context ``given``."""
+        parent = parse_traceparent(given) if given else None
+        trace_id = parent.trace_id if parent is not None else secrets.randbits(128) or 1
+        context = set_span_in_context(NonRecordingSpan(parent)) if parent is not None else None
+        sampled = self._sampler.should_sample(context, trace_id, "request").decision is Decision.RECORD_AND_SAMPLE
+        parent_id = f"{parent.span_id:016x}" if parent is not None else ""
+        return Begun(Ids(f"{trace_id:032x}", new_span_id(), parent_id), sampled)
+
+
+class OtlpExport:
+    """Sends spans to an OTLP endpoint, in small batches, from a thread of its own."""
+
+    def __init__(self, exporter: SpanExporter) -> None:
+        self._processor = BatchSpanProcessor(exporter, max_export_batch_size=EXPORT_BATCH)
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    def write(self, spans: Sequence[SpanData]) -> None:
+        for span in spans:
+            self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        if self._provider is not None and not self._stop.is_set():
-            self._stop.set()
-            self._thread.join(2.0)
-            self._make_spans()
-            self._provider.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
-    def _run(self) -> None:
-        while not self._stop.wait(FLUSH_INTERVAL_S):
-            self._make_spans()
+    def _readable(self, span: SpanData) -> ReadableSpan:
+        return ReadableSpan(
+            span.name,
+            context=_context(span.trace_id, span.span_id),
+            parent=_context(span.trace_id, span.parent_id) if span.parent_id else None,
+            resource=self._resource(span.service, span.engine),
+            attributes=dict(span.attributes),
+            links=[Link(_context(span.trace_id, each)) for each in span.links],
+            kind=_KINDS[span.kind],
+            status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=InstrumentationScope("kvbus"),
+        )
 
-    def _make_spans(self) -> None:
-        while self._pending:
-            name, start_s, end_s, traceparent, attributes = self._pending.popleft()
-            parent = parse_traceparent(traceparent)
-            if parent is None:
-                continue
-            context = trace.set_span_in_context(NonRecordingSpan(parent))
-            span = self._tracer.start_span(
-                name,
-                context=context,
-                kind=SpanKind.INTERNAL,
-                start_time=self._anchor_ns + int(start_s * 1e9),
-                attributes=dict(attributes),
-            )
-            span.end(self._anchor_ns + int(end_s * 1e9))
+    def _resource(self, service: str, engine: str) -> Resource:
+        key = (service, engine)
+        if key not in self._resources:
+            attributes = {"service.name": service, **({"kvbus.engine": engine} if engine else {})}
+            self._resources[key] = Resource.create(attributes)
+        return self._resources[key]
 
 
-def _exporter_from_environment() -> SpanExporter | None:
+def _context(trace_id: str, span_id: str) -> SpanContext:
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=_SAMPLED)
+
+
+def export_from_environment() -> OtlpExport | None:
+    """Where the ``OTEL_*`` variables say, None if they say nothing."""
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
@@ -118,10 +131,10 @@ def _exporter_from_environment() -> SpanExporter | None:
     if protocol in (None, "", "grpc"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
 
-        return GrpcExporter(insecure=None if endpoint.startswith("https") else True)
+        return OtlpExport(GrpcExporter(insecure=None if endpoint.startswith("https") else True))
     if protocol == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 
-        return HttpExporter()
+        return OtlpExport(HttpExporter())
     logger.warning("kvbus: OTEL_EXPORTER_OTLP_PROTOCOL=%r is not grpc or http/protobuf; no spans", protocol)
     return None

@@ -106,7 +106,9 @@ def mismatch(registration: Registration, completion: PrefillCompleted, sink: Sin
     return ""
 
 
-def write_job(registration: Registration, completion: PrefillCompleted) -> WriteJob:
+def write_job(
+    registration: Registration, completion: PrefillCompleted, registered_at: float, completed_at: float
+) -> WriteJob:
     """What the two halves come to."""
     return WriteJob(
         transfer_id=registration.transfer_id,
@@ -118,4 +120,6 @@ def write_job(registration: Registration, completion: PrefillCompleted) -> Write
         sink_request=registration.request_id,
         sink_blocks=registration.blocks,
         traceparent=registration.traceparent or completion.traceparent,
+        registered_at=registered_at,
+        completed_at=completed_at,
     )

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from kvbus import blocks as block_runs
 from kvbus.bounded import BoundedDict
 from kvbus.errors import PayloadTooLargeError
+from kvbus.marks import Marking, Traced, traced
 from kvbus.messages import (
     FIRST_ATTEMPT,
     Cancel,
@@ -32,6 +33,7 @@ from kvbus.messages import (
 from kvbus.metrics import Counters, OncePer
 from kvbus.sink import SinkScheduler
 from kvbus.subjects import is_token
+from kvbus.ttft import MarkName
 
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .step import StepPlan
@@ -84,12 +86,14 @@ class _Request:
     hint: str
     takeover_s: float
     when: When
+    traced: Traced | None
     stage: Stage = Stage.QUEUED
     asked_at: float = 0.0
     wanted_at: float = float("-inf")
     deferred_at: float = 0.0
     orphaned_until: float = 0.0
     rebound: tuple[int, str] | None = None
+    resumed: bool = False
     over: bool = False  # vLLM only waits for the workers' report
 
 
@@ -111,10 +115,12 @@ class Incoming:
         rules: BlockRules,
         sink: SinkScheduler,
         counters: Counters,
+        marking: Marking,
         when: When,
         room: Callable[[int], float],
     ) -> None:
-        self._own, self._rules, self._sink, self._counters = own, rules, sink, counters
+        self._own, self._rules, self._sink = own, rules, sink
+        self._counters, self._marking = counters, marking
         self._when, self._room = when, room
         self._prefills: BoundedDict[str, tuple[str, Progress]] = BoundedDict(MAX_PREFILLS)
         self._requests: dict[str, _Request] = {}
@@ -137,14 +143,17 @@ class Incoming:
         if not fits(request.request_id):
             self._complain(request, f"its id has {len(request.request_id)} characters")
             return
-        self._requests[request.request_id] = _Request(
+        name = name_transfer(request.request_id, params)
+        incoming = self._requests[request.request_id] = _Request(
             request,
-            name_transfer(request.request_id, params),
+            name,
             attempt if type(attempt) is int and 0 < attempt <= MAX_ATTEMPT else FIRST_ATTEMPT,
             hint if isinstance(hint, str) and is_token(hint) else "",  # what cannot be an engine's id is no hint
             min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
             When(when) if when in (*When,) else self._when,
+            traced(name.transfer_id, traceparent_of(request)),
         )
+        self._mark(incoming, MarkName.DECODE_ARRIVED)
 
     def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
         """How many of the prompt's tokens beyond ``computed_tokens`` will come; None: ask again."""
@@ -158,26 +167,28 @@ class Incoming:
             if now < incoming.orphaned_until:
                 return None
             self._counters.add("recomputed")
-            self._decline(incoming, "no prefill engine took over")
+            self._compute(incoming, "no prefill engine took over")
             return 0
         if incoming.rebound is not None:
             (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
             incoming.asked_at, incoming.wanted_at = now, float("-inf")
             if not incoming.hint:
                 self._counters.add("recomputed")
-                self._decline(incoming, "the router has no prefill engine for it")
+                self._compute(incoming, "the router has no prefill engine for it")
                 return 0
         if reason := self._sink.why_not(incoming.hint):
             if incoming.takeover_s and self._sink.connected:
                 incoming.stage, incoming.orphaned_until = Stage.ORPHANED, now + incoming.takeover_s
                 return None
             self._complain(request, reason)
-            self._decline(incoming, reason)
+            self._compute(incoming, reason)
             return 0
         tokens = max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
         incoming.asked_at = incoming.asked_at or now
         progress, room = self._progress(incoming), self._room(tokens)
         if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
+            if incoming.stage is not Stage.DEFERRED:
+                self._mark(incoming, MarkName.DEFERRED, incoming.when.value)
             incoming.stage, incoming.deferred_at = Stage.DEFERRED, now
             if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
                 incoming.wanted_at = now
@@ -192,7 +203,7 @@ class Incoming:
         if incoming is None or incoming.stage is not Stage.QUEUED:
             return  # vLLM calls again after the receive, and after a preemption
         if external_tokens <= 0:
-            self._decline(incoming, "the prompt is cached")
+            self._compute(incoming, "the prompt is cached")
             return
         prompt_tokens = self._rules.external_tokens(request.num_prompt_tokens)
         registration = Registration(
@@ -204,13 +215,14 @@ class Incoming:
             traceparent=traceparent_of(request),
         )
         incoming.stage = Stage.RECEIVING
+        self._mark(incoming, MarkName.REGISTERING)
         self._expect[request.request_id] = registration.attempt
         try:
             self._sink.register(registration, incoming.hint)
         except PayloadTooLargeError as error:
             self._complain(request, str(error))
             incoming.takeover_s = 0.0
-            self._give_up(request.request_id)
+            self._give_up(request.request_id, str(error))
             return
         if (rebound := incoming.rebound) is not None:  # it came meanwhile, and found nothing registered
             self._sink.rebound(request.request_id, *rebound)
@@ -229,15 +241,21 @@ class Incoming:
             case Stage.QUEUED | Stage.DEFERRED | Stage.ORPHANED:
                 self._decline(incoming, "finished before it was scheduled")
 
-    def plan(self, plan: StepPlan) -> None:
-        """Put into ``plan`` what the workers must know; look who has got a first token."""
+    def plan(self, plan: StepPlan, scheduled: Collection[str]) -> None:
+        """Put into ``plan`` what the workers must know; look who runs in this step, and who has got a first token."""
         for given_up in self._sink.poll():
-            self._give_up(given_up.request_id)
+            self._give_up(given_up.request_id, given_up.reason)
         starting = [each for each in self._requests.values() if each.stage is Stage.STARTING]
         for incoming in starting:
             if incoming.request.num_output_tokens:
+                self._mark(incoming, MarkName.TOKEN)
                 self._start(incoming.request.request_id)
+            elif not incoming.resumed and incoming.request.request_id in scheduled:
+                incoming.resumed = True
+                self._mark(incoming, MarkName.RESUMED)
         plan.expect, self._expect = self._expect, {}
+        expected = [self._requests[each] for each in plan.expect if each in self._requests]
+        plan.traced = {each.request.request_id: each.traced for each in expected if each.traced is not None}
         plan.abandon, self._abandon = self._abandon, []
 
     def reported(self, request_ids: Collection[str], failed: Collection[str]) -> None:
@@ -250,6 +268,7 @@ class Incoming:
                 incoming.stage, incoming.orphaned_until = Stage.ORPHANED, time.monotonic() + incoming.takeover_s
             else:
                 incoming.stage = Stage.STARTING
+                self._mark(incoming, MarkName.RECEIVED)
                 self._sink.received(request_id)
             if incoming.over:
                 self._start(request_id)
@@ -308,9 +327,10 @@ class Incoming:
         else:  # its KV, or its end, was faster: the other prefill engine works for nobody
             self._decline(incoming, "not needed any more")
 
-    def _give_up(self, request_id: str) -> None:
+    def _give_up(self, request_id: str, reason: str) -> None:
         incoming = self._requests.get(request_id)
         if incoming is not None and incoming.stage is Stage.RECEIVING:
+            self._mark(incoming, MarkName.GIVEN_UP, reason)
             incoming.stage = Stage.GIVEN_UP
             self._abandon.append(request_id)
 
@@ -322,6 +342,14 @@ class Incoming:
                 reason,
                 request.request_id,
             )
+
+    def _mark(self, incoming: _Request, name: MarkName, note: str = "") -> None:
+        self._marking.mark(incoming.traced, name, incoming.attempt, note)
+
+    def _compute(self, incoming: _Request, reason: str) -> None:
+        """The prompt is computed here."""
+        self._mark(incoming, MarkName.LOCAL, reason)
+        self._decline(incoming, reason)
 
     def _decline(self, incoming: _Request, reason: str) -> None:
         """Tell the prefill side that nobody will take this transfer."""

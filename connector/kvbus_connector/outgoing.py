@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvbus import blocks as block_runs
 from kvbus.errors import PayloadTooLargeError
+from kvbus.marks import Marking, Traced, traced
 from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
 from kvbus.node import Node
+from kvbus.ttft import MarkName
 
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .incoming import BlockRules
@@ -21,12 +24,20 @@ from .step import StepPlan
 logger = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class _Prefill:
+    name: TransferName
+    request: Any
+    traced: Traced | None
+    scheduled: bool = False
+
+
 class Outgoing:
     """The table of these requests. What ends a prefill goes over the bus at once, and surely with the next step."""
 
-    def __init__(self, own: Heartbeat, rules: BlockRules, node: Node) -> None:
-        self._own, self._rules, self._node = own, rules, node
-        self._prefilling: dict[str, tuple[TransferName, Any]] = {}
+    def __init__(self, own: Heartbeat, rules: BlockRules, node: Node, marking: Marking) -> None:
+        self._own, self._rules, self._node, self._marking = own, rules, node, marking
+        self._prefilling: dict[str, _Prefill] = {}
         self._held: set[str] = set()
         self._ended: list[PrefillCompleted | PrefillFailed] = []
 
@@ -42,7 +53,7 @@ class Outgoing:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens that are still to be computed."""
-        waiting = [request for _, request in list(self._prefilling.values())]
+        waiting = [prefill.request for prefill in list(self._prefilling.values())]
         return sum(max(0, request.num_prompt_tokens - request.num_computed_tokens) for request in waiting)
 
     def arrived(self, request: Any) -> None:
@@ -54,7 +65,9 @@ class Outgoing:
             return
         self._rules.truncate(request)
         name = name_transfer(request.request_id, params)
-        self._prefilling[request.request_id] = (name, request)
+        what = traced(name.transfer_id, traceparent_of(request))
+        self._prefilling[request.request_id] = _Prefill(name, request, what)
+        self._marking.mark(what, MarkName.PREFILL_ARRIVED)
         about = self._about(name, request.request_id)
         self._publish(PrefillProgress(**about, computed=0, total=request.num_prompt_tokens))
 
@@ -64,14 +77,18 @@ class Outgoing:
         """See :meth:`kvbus_connector.scheduler.SchedulerHalf.finished`."""
         request_id, params = request.request_id, request.kv_transfer_params
         name = name_transfer(request_id, params)
-        if self._prefilling.pop(request_id, None) is None and not fits(request_id):
+        prefill = self._prefilling.pop(request_id, None)
+        if prefill is None and not fits(request_id):
             self._end(PrefillFailed(**self._about(name, ""), reason="the request's id is too long"))
             return False, None
+        what = prefill.traced if prefill is not None else None
         runs = block_runs.to_runs(self._rules.clip(block_ids))
         if not prefilled or not block_runs.count(runs):
             reason = "aborted" if not prefilled else "no blocks"
+            self._marking.mark(what, MarkName.PREFILL_FAILED, note=reason)
             self._end(PrefillFailed(**self._about(name, request_id), reason=reason))
             return False, None
+        self._marking.mark(what, MarkName.PREFILL_DONE, note=str(request.num_computed_tokens))
         self._end(
             PrefillCompleted(
                 **self._about(name, request_id),
@@ -91,10 +108,16 @@ class Outgoing:
 
     def plan(self, plan: StepPlan, scheduled_tokens: Mapping[str, int]) -> None:
         """Tell the bus how far the prefills are, and put into ``plan`` what has ended."""
-        for request_id, (name, request) in self._prefilling.items():
-            computed = request.num_computed_tokens + scheduled_tokens.get(request_id, 0)
-            if request_id in scheduled_tokens and computed <= request.num_prompt_tokens:
-                about = self._about(name, request_id)
+        for request_id, prefill in self._prefilling.items():
+            if request_id not in scheduled_tokens:
+                continue
+            if not prefill.scheduled:
+                prefill.scheduled = True
+                self._marking.mark(prefill.traced, MarkName.PREFILL_SCHEDULED)
+            request = prefill.request
+            computed = request.num_computed_tokens + scheduled_tokens[request_id]
+            if computed <= request.num_prompt_tokens:
+                about = self._about(prefill.name, request_id)
                 self._publish(PrefillProgress(**about, computed=computed, total=request.num_prompt_tokens))
         plan.prefills, self._ended = self._ended, []
 

@@ -14,6 +14,7 @@ from typing import Any
 from kvbus.bus import Bus
 from kvbus.config import Config
 from kvbus.lease import SinkLease
+from kvbus.marks import Marker, serve_clock
 from kvbus.membership import Membership
 from kvbus.messages import DrainReply, DrainRequest, Heartbeat, State
 from kvbus.metrics import Counters
@@ -21,7 +22,6 @@ from kvbus.node import Node
 from kvbus.registrar import Registrar
 from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
-from kvbus.tracing import Recorder
 
 from .identity import listening_address
 from .incoming import BlockRules, Incoming
@@ -45,7 +45,6 @@ class SchedulerHalf:
 
     def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int) -> None:
         self._config, self._own, self._pid = config, own, pid
-        self._recorder = Recorder(f"kvbus-{own.role.value}", {"kvbus.engine": own.engine})
         self.node = Node(
             bus,
             Subjects(config.namespace),
@@ -63,15 +62,17 @@ class SchedulerHalf:
         self._closed = threading.Event()
         lease = SinkLease(config.write_lease_s, config.max_write_s)
         registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s)
-        self._sink = SinkScheduler(self.node, registrar, own.engine, own, self._recorder)
+        self._sink = SinkScheduler(self.node, registrar, own.engine, own)
+        marking = Marker(self.node, own.engine, own.role)
         self._incoming = Incoming(
-            own, rules, self._sink, self.node.counters, Registration(config.registration), self._room
+            own, rules, self._sink, self.node.counters, marking, Registration(config.registration), self._room
         )
         self._sink.watch_prefills(self._incoming.prefill_moved)
-        self._outgoing = Outgoing(own, rules, self.node)
+        self._outgoing = Outgoing(own, rules, self.node, marking)
         self._sink.serve_rebind(self._incoming.rebind)
         self.node.serve(self.node.subjects.drain(own.engine), DrainRequest, self._drain)
         serve_metadata(self.node, own.engine, own.incarnation, self._payloads)
+        serve_clock(self.node, own.engine)
         self.node.present(self._heartbeat)
         self.node.start()
         threading.Thread(target=self._want_queued, name="kvbus-wanted", daemon=True).start()
@@ -94,7 +95,6 @@ class SchedulerHalf:
     def close(self) -> None:
         self._closed.set()
         self.node.close()
-        self._recorder.close()
 
     # vLLM's hooks
 
@@ -130,7 +130,7 @@ class SchedulerHalf:
     def plan_step(self, scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """What the worker half must know in this step; ``scheduled_tokens`` of each request that runs in it."""
         plan = StepPlan()
-        self._incoming.plan(plan)
+        self._incoming.plan(plan, scheduled_tokens)
         self._outgoing.plan(plan, scheduled_tokens)
         if not scheduled_tokens and not plan and self._incoming.waiting:
             # Nothing to run and nothing to say: vLLM would step a thousand times a second for as long as a prefill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvbus.marks import Traced
 from kvbus.messages import PrefillCompleted, PrefillFailed
 
 
@@ -13,11 +14,13 @@ class StepPlan:
 
     Attributes:
         expect: receives registered since the last step, with their attempt.
+        traced: those of them that are.
         abandon: receives given up since the last step.
         prefills: prefills that ended since the last step.
     """
 
     expect: dict[str, int] = field(default_factory=dict)
+    traced: dict[str, Traced] = field(default_factory=dict)
     abandon: list[str] = field(default_factory=list)
     prefills: list[PrefillCompleted | PrefillFailed] = field(default_factory=list)
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from kvbus.bus import Bus
 from kvbus.config import Config
 from kvbus.lease import term_s
+from kvbus.marks import Marker
 from kvbus.matcher import Matcher
 from kvbus.matching import Drain
 from kvbus.membership import Membership
@@ -23,7 +24,6 @@ from kvbus.node import Node
 from kvbus.rank import Abandon, Expect, Item, Rank, RankReport
 from kvbus.source import RankNode, sinks_of
 from kvbus.subjects import Subjects
-from kvbus.tracing import Recorder
 from kvbus.transport import Transport
 from kvbus.writer import Writer
 
@@ -66,7 +66,6 @@ class WorkerHalf:
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
         self.node: Node | None = None
-        self._recorder = Recorder(f"kvbus-{own.role.value}", {"kvbus.engine": own.engine, "kvbus.rank": self.rank})
 
     @property
     def rank(self) -> int:
@@ -116,7 +115,7 @@ class WorkerHalf:
             introduce=ears.introduce,
             clock=time.monotonic,
             counters=self.counters,
-            recorder=self._recorder,
+            marking=Marker(node, own.engine, own.role, plane.rank),
             pulse_interval_s=self._config.heartbeat_interval_s if own.role.prefills else None,
             first_pulse_at=self._first_pulse_at(),
             max_write_s=self._config.max_write_s,
@@ -127,7 +126,7 @@ class WorkerHalf:
     def begin_step(self, plan: StepPlan) -> None:
         """Pass on what the scheduler half said."""
         for request_id, attempt in plan.expect.items():
-            self._writer.submit(Expect(request_id, attempt))
+            self._writer.submit(Expect(request_id, attempt, plan.traced.get(request_id)))
         for prefill in plan.prefills:
             self._writer.submit(prefill)
         for request_id in plan.abandon:
@@ -149,7 +148,6 @@ class WorkerHalf:
         if self.node is not None:
             self.node.close()
         self._writer.close()
-        self._recorder.close()
 
     def _first_pulse_at(self) -> float:
         """A term after this engine began to start: by then what its predecessor posted has ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import importlib.metadata
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from kvbus.messages import State
 
 HOST = "127.0.0.1"
 BOOT_TIMEOUT_S = 600.0
+TRACES = "traces.jsonl"
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -67,6 +69,9 @@ class Engine:
         command += ["--host", HOST, "--port", str(self.port), *(CPU_ARGUMENTS if on_cpu() else ())]
         if spec.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(spec.transfer)]
+        endpoints = (os.environ.get(f"OTEL_EXPORTER_OTLP_{part}ENDPOINT") for part in ("TRACES_", ""))
+        if endpoint := next(filter(None, endpoints), ""):
+            command += ["--otlp-traces-endpoint", endpoint]  # vLLM's own spans go where kvbus's do
         environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu() else {}), **spec.environment}
         self.child = Child(spec.name, [*command, *spec.arguments], logs, environment)
 
@@ -157,6 +162,11 @@ class Cluster:
         self._children: list[Child] = []
 
     @property
+    def trace_file(self) -> Path:
+        """Where the router keeps the last traces."""
+        return self.logs / TRACES
+
+    @property
     def url(self) -> str:
         """The router's, without a path."""
         return f"http://{HOST}:{self.port}"
@@ -231,6 +241,7 @@ class Cluster:
             for number in range(count):
                 self.start_engine(f"{kind}-{number}")
         router = [sys.executable, "-m", "kvbus", "router", "--nats-url", self.nats_url, "--port", str(self.port)]
+        router += ["--trace-file", str(self.trace_file)]
         self.router = Child("router", router, self.logs)
         self._children.append(self.router)
         self.wait_ready()

@@ -26,14 +26,16 @@ MAX_KEPT = 4096
 
 
 class Observer:
-    """See the module's docstring. ``engines``, ``transfers`` and ``hand_offs`` may be read from any thread.
+    """See the module's docstring. What has a public name may be read from any thread.
 
+    ``prefilling``: how far the prefills are that have not ended.
     ``hand_offs``: seconds from word of a prefill's completion to word of its WRITE being posted.
     """
 
     def __init__(self, config: Config) -> None:
         self.engines: dict[str, Heartbeat] = {}
         self.transfers: BoundedDict[str, list[TransferDone]] = BoundedDict(MAX_KEPT)
+        self.prefilling: BoundedDict[str, PrefillProgress] = BoundedDict(MAX_KEPT)
         self.hand_offs: deque[float] = deque(maxlen=MAX_KEPT)
         self._completed: BoundedDict[str, float] = BoundedDict(MAX_KEPT)
         self.failures: deque[TransferFailed] = deque(maxlen=MAX_KEPT)
@@ -76,6 +78,10 @@ class Observer:
             self._changed.notify_all()
 
     def _on_prefill(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        if isinstance(message, PrefillProgress):
+            self.prefilling[message.transfer_id] = message
+            return
+        self.prefilling.pop(message.transfer_id, None)
         if isinstance(message, PrefillCompleted):
             self._completed[message.transfer_id] = time.monotonic()
 

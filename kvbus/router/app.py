@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from random import Random
 
 from aiohttp import web
 
 from kvbus.bus import NatsBus
+from kvbus.collector import Collector, SpanSink, Trace
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
 from kvbus.membership import Change, Membership, PeerLeft
@@ -36,7 +38,7 @@ from kvbus.router.errors import in_openais_form
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
 from kvbus.router.job import Job
-from kvbus.router.legs import Body, must_be_alone, new_transfer_id, traceparent_for
+from kvbus.router.legs import Body, must_be_alone, new_transfer_id
 from kvbus.router.loads import Loads
 from kvbus.router.meters import CONTENT_TYPE, Meters
 from kvbus.router.models import merge_models
@@ -45,19 +47,35 @@ from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
 from kvbus.sink import PREFILL, OfPrefill
+from kvbus.spans import Value
 from kvbus.subjects import Subjects
+from kvbus.trace_file import TraceFile
+from kvbus.tracing import export_from_environment
+from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "5"
+MAX_REQUEST_ID_CHARS = 256
 
 
 class Router:
-    """The front door over a node's membership. Lives in one event loop."""
+    """The front door over a node's membership. Lives in one event loop.
 
-    def __init__(self, node: Node, settings: Settings | None = None, chance: Random | None = None) -> None:
+    Args:
+        span_sinks: where traces go; without any, requests are not traced, and clients' trace contexts pass through.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        settings: Settings | None = None,
+        chance: Random | None = None,
+        span_sinks: Sequence[SpanSink] = (),
+    ) -> None:
         self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
         self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
+        self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
         self._gates: dict[str, Gate] = {}
         self._servings: dict[str, Serving] = {}
         self._meters.watch(lambda: len(self._servings), lambda: sum(gate.queued for gate in self._gates.values()))
@@ -82,6 +100,8 @@ class Router:
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self._node, upstream.open_session() as self._session:
             yield
+        if self._collector is not None:
+            await asyncio.to_thread(self._collector.close)
 
     # About the router
 
@@ -182,10 +202,11 @@ class Router:
 
     async def _fly(self, request: web.Request, body: Body, model: str, arrived_at: float) -> web.StreamResponse:
         transfer_id = new_transfer_id()
-        traceparent = traceparent_for(request.headers.get("traceparent"))
+        traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
         headers = upstream.forwarded(request.headers)
         headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
-        headers["traceparent"] = traceparent
+        if traceparent:
+            headers["traceparent"] = traceparent
         tokens, session = prompt_tokens(body), affinity_of(body, request.headers.get(SESSION_HEADER))
         alone, settings = must_be_alone(body), self._settings
 
@@ -203,7 +224,7 @@ class Router:
         if source is None and not alone and self._once.due("alone"):
             logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
-        job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at)
+        job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
         serving = Serving(
             job, begun, choice, self._node, self._session, self._loads, self._meters, settings.first_token_s
         )
@@ -212,6 +233,21 @@ class Router:
             return await serving.run(request)
         finally:
             del self._servings[transfer_id]
+            if self._collector is not None and trace is not None:
+                self._collector.end(transfer_id)
+
+    def _trace(self, request: web.Request, body: Body, transfer_id: str, arrived_at: float) -> tuple[str, Trace | None]:
+        given = request.headers.get("traceparent")
+        if self._collector is None:
+            return given or "", None
+        about: dict[str, Value] = {"http.route": request.path, "kvbus.stream": body.get("stream") is True}
+        if (request_id := request.headers.get("X-Request-Id")) is not None:
+            about["kvbus.request_id"] = request_id[:MAX_REQUEST_ID_CHARS]
+        traceparent, trace = self._collector.begin(transfer_id, given, about)
+        if trace is not None:
+            trace.mark(MarkName.ARRIVED, at_s=arrived_at)
+            trace.mark(MarkName.ADMITTED)
+        return traceparent, trace
 
     async def _read(self, request: web.Request) -> Body:
         return await read_body(request, self._settings.body_timeout_s, self._settings.max_body_mib)
@@ -244,19 +280,30 @@ def _response(answer: Answer) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
 
 
-async def run_router(config: Config, host: str, port: int, settings: Settings) -> None:
+async def run_router(config: Config, host: str, port: int, settings: Settings, trace_file: Path | None = None) -> None:
     """Serve until cancelled.
 
+    Args:
+        trace_file: keeps the last traces; further ones go where the ``OTEL_*`` variables say.
+
     Raises:
-        LocalClusterError: the port cannot be used.
+        LocalClusterError: the port or the file cannot be used.
     """
+    sinks: list[SpanSink] = []
+    if trace_file is not None:
+        try:
+            sinks.append(TraceFile(trace_file))
+        except OSError as failure:
+            raise LocalClusterError(f"kvbus: --trace-file {trace_file}: {failure.strerror}") from None
+    if (export := export_from_environment()) is not None:
+        sinks.append(export)
     node = Node(
         NatsBus(config.servers, "kvbus-router"),
         Subjects(config.namespace),
         name="kvbus-router",
         membership=Membership(dead_after_s=config.dead_after_s),
     )
-    runner = web.AppRunner(Router(node, settings).app(), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(Router(node, settings, span_sinks=sinks).app(), handler_cancellation=True, access_log=None)
     await runner.setup()
     try:
         try:

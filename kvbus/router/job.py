@@ -1,16 +1,21 @@
-"""A client's request as the router works on it. Pure."""
+"""A client's request as the router works on it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvbus.collector import Trace
 from kvbus.router.legs import Body
+from kvbus.ttft import MarkName
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Read and found good. ``tokens`` of its prompts, about; ``arrived_at`` in seconds, monotonic."""
+    """Read and found good. ``tokens`` of its prompts, about; ``arrived_at`` in seconds, monotonic.
+
+    ``traceparent`` is what its legs carry, empty if there is none; ``trace`` is None if it is not sampled.
+    """
 
     path: str
     body: Body
@@ -19,3 +24,9 @@ class Job:
     traceparent: str
     tokens: int
     arrived_at: float
+    trace: Trace | None = None
+
+    def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "") -> None:
+        """Mark what happens now, if the request is traced."""
+        if self.trace is not None:
+            self.trace.mark(name, attempt, engine, note)

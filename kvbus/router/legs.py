@@ -6,8 +6,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from kvbus.tracing import parse_traceparent
-
 MAX_TRANSFERS = 256
 
 Body = dict[str, Any]
@@ -53,13 +51,6 @@ def transfers_of(body: Mapping[str, Any], transfer_id: str) -> list[str]:
         for number in range(min(prompts, MAX_TRANSFERS))
     ]
     return names[:MAX_TRANSFERS]
-
-
-def traceparent_for(given: str | None) -> str:
-    """The client's own W3C trace context if it is one, else a new sampled one."""
-    if given is not None and parse_traceparent(given) is not None:
-        return given
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
 
 
 def must_be_alone(body: Mapping[str, Any]) -> bool:

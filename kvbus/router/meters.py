@@ -10,8 +10,10 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvbus.membership import Membership
+from kvbus.ttft import Path
 
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -63,6 +65,13 @@ class Meters:
             ["lost"],
             registry=self.registry,
         )
+        self._stages = Histogram(
+            "kvbus_router_stage_seconds",
+            "Stages of traced requests' time to first token.",
+            ["stage"],
+            buckets=STAGE_BUCKETS_S,
+            registry=self.registry,
+        )
         # With 0 from the start: increase() of a counter that appears with 1 is 0, and an alert would miss the first.
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
@@ -95,6 +104,11 @@ class Meters:
 
     def took_over(self, kind: str) -> None:
         self._takeovers.labels(kind).inc()
+
+    def path(self, path: Path) -> None:
+        """The way of a traced request. Any thread."""
+        for stage in path.stages:
+            self._stages.labels(stage.name.value).observe(stage.duration_ns / 1e9)
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

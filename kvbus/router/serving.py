@@ -29,6 +29,7 @@ from kvbus.router.loads import Loads
 from kvbus.router.meters import Meters
 from kvbus.router.rebinding import ask_rebind
 from kvbus.router.streaming import Stream, StreamBrokenError
+from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class Serving:
             match effect:
                 case flying.SendPrefill():
                     self._start("prefill", self._prefill(effect))
-                case flying.SendDecode():
+                case flying.SendDecode(sink, source, attempt, _):
+                    self._job.mark(MarkName.SENT, attempt, sink.engine, "" if source is not None else "alone")
                     self._decode_leg_sent_at = time.monotonic()
                     self._stream = self._whole = None  # a lost engine may have answered in the very same moment
                     self._stop("rebind")
@@ -226,6 +228,9 @@ class Serving:
                 return self._respond_whole(self._whole)
 
     def _respond_whole(self, answer: Answer) -> web.Response:
+        if answer.status < 400:
+            self._job.mark(MarkName.FIRST_TOKEN)
+        self._job.mark(MarkName.ENDED, note=str(answer.status))
         self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at, stream=False)
         return web.Response(status=answer.status, body=answer.body, headers={**answer.headers, **self._marks()})
 
@@ -233,13 +238,18 @@ class Serving:
         status, headers = stream.answer.status, {**upstream.returned(stream.answer), **self._marks()}
         response = web.StreamResponse(status=status, headers=headers)
         self._meters.answered(status, time.monotonic() - self._job.arrived_at, stream=True)
+        begun = False
         await response.prepare(request)
         try:
             async for chunk in stream:
                 await response.write(chunk)
+                if not begun:
+                    begun = True
+                    self._job.mark(MarkName.FIRST_TOKEN)
         except StreamBrokenError as broken:
             await response.write(self._broken(broken.why))
         await response.write_eof()
+        self._job.mark(MarkName.ENDED, note=str(status))
         return response
 
     def _broken(self, why: str) -> bytes:
@@ -279,6 +289,7 @@ class Serving:
 
     def _note(self, took: flying.TookOver) -> None:
         self._meters.took_over(took.kind)
+        self._job.mark(MarkName.ENGINE_LOST, took.attempt, took.lost, f"{took.kind} engine {took.lost}: {took.why}")
         logger.warning(
             "kvbus: %s engine %s is lost (%s); %s takes over request %s as attempt %d",
             took.kind,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvbus.lease import term_s
+from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
 from kvbus.membership import Change, Membership
 from kvbus.messages import Bye, CancelAck, Heartbeat, Message, Pulse, RegistrationAck, State
@@ -11,7 +12,6 @@ from kvbus.sim.plane import SimPlane, metadata_of
 from kvbus.sim.played import Played
 from kvbus.sim.stage import Scene
 from kvbus.sim.world import SimBus
-from kvbus.tracing import Recorder
 
 TICK_S = 0.2
 INTRODUCED_AFTER_S = 0.02
@@ -88,7 +88,7 @@ class Engine:
             introduce=lambda engine: stage.at(INTRODUCED_AFTER_S, lambda: self._meet_again(engine)),
             clock=self.clock,
             counters=self.scene.counters,
-            recorder=Recorder("sim"),
+            marking=NoMarks(),
             pulse_interval_s=pace.beat_s if own.role.prefills else None,
             first_pulse_at=first_pulse_at,
             max_write_s=pace.max_write_s,

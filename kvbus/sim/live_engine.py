@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from kvbus.bus import Bus
 from kvbus.lease import SinkLease, term_s
+from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
 from kvbus.membership import Membership
 from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Role
@@ -28,7 +29,6 @@ from kvbus.sim.stage import Scene, Ticket
 from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.source import RankNode, sinks_of
 from kvbus.subjects import Subjects
-from kvbus.tracing import Recorder
 
 STEP_S = 0.02
 # The plane says when something has landed, so nothing must be polled for quickly.
@@ -103,7 +103,7 @@ class LiveEngine:
             cancel_timeout_s=pace.cancel_timeout_s,
         )
         self.node = self._make_node("scheduler", sources_of(own.role))
-        self._sink = SinkScheduler(self.node, self._registrar, own.engine, own, Recorder("sim"))
+        self._sink = SinkScheduler(self.node, self._registrar, own.engine, own)
         metadata = scene.fabric.metadata_of(own.incarnation)
         serve_metadata(self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), metadata))
         self.node.present(lambda number: replace(own, number=number) if self.alive else None)
@@ -198,7 +198,7 @@ class LiveEngine:
             introduce=ears.introduce,
             clock=clock,
             counters=self.scene.counters,
-            recorder=Recorder("sim"),
+            marking=NoMarks(),
             pulse_interval_s=pace.beat_s if own.role.prefills else None,
             first_pulse_at=clock() + (term_s(pace.write_lease_s, pace.max_write_s) if own.incarnation > 1 else 0.0),
             max_write_s=pace.max_write_s,

@@ -1,1 +1,1 @@
-"""Command line tools that look at a live bus. They listen, and at most ask engines for a heartbeat (``Who``)."""
+"""Tools that look at a bus, or at what it left behind. None of them is needed for it to work."""

@@ -13,11 +13,12 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "kvbus").rglob("*.py"), *(ROOT / "connector").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "blocks", "subjects", "messages", "bounded", "config"},
+    {"errors", "blocks", "subjects", "messages", "bounded", "config", "ttft", "spans", "otlp_json", "clocks"},
     {"matching", "transfer", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
-    {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "rank", "writer", "node"},
-    {"source", "sink"},
-    {"router", "local", "sim", "tools"},
+    {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "node", "marks", "rank", "writer"},
+    {"source", "sink", "collector", "trace_file"},
+    {"router", "local", "sim"},
+    {"tools"},
     {"cli", "__main__"},
 ]
 LAYER_OF = {module: number for number, modules in enumerate(LAYERS) for module in modules}
@@ -28,6 +29,7 @@ NOT_PURE = {"asyncio", "threading", "time", "random", "os", "logging", "socket",
 SITES = {
     "nats": {"kvbus/bus.py"},
     "opentelemetry": {"kvbus/tracing.py"},
+    "matplotlib": {"kvbus/tools/pictures.py"},
     "msgpack": {"kvbus/messages.py"},
     "prometheus_client": {"kvbus/router/meters.py", "kvbus_connector/prometheus.py"},
     "vllm": {

@@ -12,7 +12,7 @@ import pytest
 from kvbus.messages import Heartbeat, Role, State
 from kvbus.router.choose import Choice, Pair, pairs
 from kvbus.router.events import Failure, Nothing, Token, look, whole_lines
-from kvbus.router.legs import Body, decode_leg, must_be_alone, new_transfer_id, prefill_leg, traceparent_for
+from kvbus.router.legs import Body, decode_leg, must_be_alone, prefill_leg
 from kvbus.router.loads import Loads
 from kvbus.router.session import affinity_of, payer_of, prompt_tokens
 from kvbus.router.turns import Turns
@@ -56,15 +56,6 @@ def test_the_decode_leg_is_the_clients_request_with_a_hint() -> None:
     params = leg.pop("kv_transfer_params")
     assert leg == BODY
     assert (params["do_remote_prefill"], params["transfer_id"], params["prefill_engine_id"]) == (True, "t", "P")
-
-
-def test_the_clients_trace_goes_on_and_junk_does_not() -> None:
-    assert traceparent_for(PARENT) == PARENT
-    for junk in (None, "", "junk", PARENT.replace("0af7", "zzzz"), PARENT + "\r\nX: y"):
-        made = traceparent_for(junk)
-        assert made != junk
-        assert traceparent_for(made) == made
-    assert new_transfer_id() != new_transfer_id()
 
 
 def choice(*engines: Heartbeat, loads: Loads | None = None, seed: int = 0, **more: Any) -> Choice:

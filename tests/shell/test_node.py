@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.waiting import eventually_sync
 
+from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
 from kvbus.membership import Membership, PeerJoined, PeerLeft
 from kvbus.memory_bus import MemoryBroker, MemoryBus
@@ -20,7 +20,6 @@ from kvbus.metrics import Counters
 from kvbus.node import Node
 from kvbus.rank import Rank
 from kvbus.subjects import Subjects
-from kvbus.tracing import Recorder, parse_traceparent
 from kvbus.writer import Writer
 
 SUBJECTS = Subjects("default")
@@ -152,7 +151,7 @@ class TestWriter:
             introduce=lambda engine: sent.append(("introduce", engine)),
             clock=time.monotonic,
             counters=counters,
-            recorder=Recorder("test"),
+            marking=NoMarks(),
         )
 
     def test_everything_runs_on_one_thread(self, writer: Writer) -> None:
@@ -196,36 +195,3 @@ class TestWriter:
         go.set()
         blocked.join()
         writer.close()
-
-
-class TestRecorder:
-    def test_spans_have_the_parent_and_times_they_were_given(self) -> None:
-        exporter = InMemorySpanExporter()
-        recorder = Recorder("kvbus-test", {"kvbus.engine": "P"}, exporter)
-        now = time.monotonic()
-        recorder.record("write.transfer", now - 0.5, now, PARENT, {"kvbus.bytes": 7})
-        recorder.record("unsampled", now, now, PARENT[:-1] + "0")
-        recorder.record("no parent", now, now, "")
-        recorder.flush()
-        [span] = exporter.get_finished_spans()
-        parent = parse_traceparent(PARENT)
-        assert parent is not None
-        assert span.parent is not None
-        assert (span.context.trace_id, span.parent.span_id) == (parent.trace_id, parent.span_id)
-        assert span.end_time is not None
-        assert span.start_time is not None
-        assert abs((span.end_time - span.start_time) / 1e9 - 0.5) < 1e-4
-        assert abs(span.end_time / 1e9 - time.time()) < 1.0
-        assert span.attributes == {"kvbus.bytes": 7}
-        assert span.resource.attributes["kvbus.engine"] == "P"
-        recorder.close()
-
-    def test_without_an_exporter_nothing_is_kept(self) -> None:
-        recorder = Recorder("kvbus-test")
-        assert not recorder.enabled
-        recorder.record("x", 0.0, 1.0, PARENT)
-        assert len(recorder._pending) == 0
-
-    @pytest.mark.parametrize("text", ["", "00-0-0-01", PARENT.replace("0af7", "zzzz"), "00-" + "0" * 32 + PARENT[35:]])
-    def test_a_malformed_trace_context_is_none(self, text: str) -> None:
-        assert parse_traceparent(text) is None

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
 from kvbus.memory_transport import Fabric, MemoryTransport
 from kvbus.messages import LeaseEcho, Message, PrefillCompleted, Pulse, Registration, TransferFailed
 from kvbus.metrics import Counters, durations
 from kvbus.rank import AddPeer, Rank
-from kvbus.tracing import Recorder
 
 MAX_WRITE_S = 2.0
 
@@ -39,7 +39,7 @@ class Driven:
             introduce=self.introduced.append,
             clock=lambda: self.now,
             counters=self.counters,
-            recorder=Recorder("test"),
+            marking=NoMarks(),
             pulse_interval_s=0.5,
             max_write_s=MAX_WRITE_S,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -11,6 +11,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from kvbus.bus import Bus
+from kvbus.collector import SpanSink
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
 from kvbus.messages import Bye, Cancel, Heartbeat, Rebind, RebindReply, Role, State, decode, encode
@@ -156,12 +157,14 @@ class Front:
 
 
 @asynccontextmanager
-async def fronted(*names: str, settings: Settings | None = None, dead_after_s: float = 60) -> AsyncIterator[Front]:
+async def fronted(
+    *names: str, settings: Settings | None = None, dead_after_s: float = 60, span_sinks: Sequence[SpanSink] = ()
+) -> AsyncIterator[Front]:
     """A router and the engines ``names``: prefill engines begin with P, Q or R, the others decode."""
     broker = MemoryBroker()
     node = Node(MemoryBus(broker), SUBJECTS, name="router", membership=Membership(dead_after_s=dead_after_s))
     async with AsyncExitStack() as stack:
-        front = Front(broker, node, TestClient(TestServer(Router(node, settings).app())))
+        front = Front(broker, node, TestClient(TestServer(Router(node, settings, span_sinks=span_sinks).app())))
         for name in names:
             api = front.apis[name] = FakeApi(name)
             await api.server.start_server()

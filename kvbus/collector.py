@@ -1,0 +1,144 @@
+"""Collects the marks of traced requests, makes spans of them and hands these on. A router's; lives in its event loop.
+
+The one rule: spans are made when a request is over, in a thread of their own, from everybody's marks on one clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvbus.bounded import BoundedDict
+from kvbus.clocks import Clocks
+from kvbus.errors import BusUnavailableError, MessageError
+from kvbus.marks import host_clock
+from kvbus.messages import ClockReply, ClockRequest, Marks
+from kvbus.node import Node
+from kvbus.spans import SpanData, Value, spans_of
+from kvbus.tracing import Begun, Sampler, new_span_id
+from kvbus.ttft import Mark, MarkName, Path, path_of
+
+logger = logging.getLogger(__name__)
+
+MAX_TRACES = 8192
+MAX_MESSAGES = 256  # for one trace
+LINGER_S = 0.5  # the last marks come a little after the request's end
+CLOCK_TIMEOUT_S = 1.0
+
+
+class SpanSink(Protocol):
+    """Where spans go; used by one thread."""
+
+    def write(self, spans: Sequence[SpanData]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Trace:
+    """One traced request. Marks are taken in the loop's thread."""
+
+    begun: Begun
+    about: Mapping[str, Value]
+    own: list[Mark] = field(default_factory=list)
+    heard: list[Marks] = field(default_factory=list)
+
+    def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "", at_s: float = 0.0) -> None:
+        """``at_s`` is a time of the monotonic clock; without it, now."""
+        at_ns = int(at_s * 1e9) or time.monotonic_ns()
+        self.own.append(Mark(name, at_ns, attempt, engine, note=note))
+
+
+class Collector:
+    """See the module's docstring.
+
+    Args:
+        watch: told of each path, in the collecting thread.
+    """
+
+    def __init__(self, node: Node, sinks: Sequence[SpanSink], watch: Callable[[Path], None]) -> None:
+        self._node, self._sinks, self._watch = node, sinks, watch
+        self._sampler = Sampler()
+        self._traces: BoundedDict[str, Trace] = BoundedDict(MAX_TRACES)
+        self._clocks = Clocks(host_clock())
+        self._asking: set[str] = set()
+        self._pool = ThreadPoolExecutor(1, "kvbus-traces")
+        node.listen(node.subjects.marks("*"), Marks, self._hear)
+
+    def begin(self, transfer_id: str, given: str | None, about: Mapping[str, Value]) -> tuple[str, Trace | None]:
+        """Decide about a request that came with the trace context ``given``; returns the one for its legs."""
+        begun = self._sampler.begin(given)
+        if not begun.sampled:
+            return begun.traceparent, None
+        trace = self._traces[transfer_id] = Trace(begun, {**about, "kvbus.transfer_id": transfer_id})
+        return begun.traceparent, trace
+
+    def end(self, transfer_id: str) -> None:
+        """The request is over."""
+        if transfer_id in self._traces:
+            asyncio.get_running_loop().call_later(LINGER_S, self._collect, transfer_id)
+
+    def close(self) -> None:
+        """Hand on what is there. Blocks until it is, or until the sinks give up."""
+        for transfer_id in list(self._traces):
+            self._collect(transfer_id)
+        for sink in self._sinks:
+            self._pool.submit(sink.close)
+        self._pool.shutdown()
+
+    def _hear(self, message: Marks) -> None:
+        trace = self._traces.get(message.transfer_id)
+        if trace is None or len(trace.heard) >= MAX_MESSAGES:
+            return
+        trace.heard.append(message)
+        if self._clocks.is_stale(message.host, time.monotonic_ns()) and message.host not in self._asking:
+            self._asking.add(message.host)
+            self._node.spawn(self._ask_clock(message.engine, message.host), f"clock-of-{message.engine}")
+
+    async def _ask_clock(self, engine: str, host: str) -> None:
+        try:
+            asked_ns = time.monotonic_ns()
+            subject = self._node.subjects.clock(engine)
+            reply = await self._node.request(subject, ClockRequest(self._node.name), CLOCK_TIMEOUT_S)
+            if isinstance(reply, ClockReply):
+                self._clocks.hear(reply.host, asked_ns, reply.received_ns, reply.sent_ns, time.monotonic_ns())
+        except (BusUnavailableError, MessageError) as error:
+            logger.debug("kvbus: the clock of %s: %s", engine, error)
+        finally:
+            self._asking.discard(host)
+
+    def _collect(self, transfer_id: str) -> None:
+        trace = self._traces.pop(transfer_id, None)
+        if trace is not None:
+            marks = [*trace.own, *(mark for message in trace.heard for mark in self._marks_of(message))]
+            self._pool.submit(self._make, trace, marks)
+
+    def _marks_of(self, message: Marks) -> list[Mark]:
+        offset = self._clocks.offset(message.host)
+        if offset is None:
+            self._node.counters.add("marks_without_clock")
+            return []
+        about = (message.engine, message.role.value, message.rank)
+        return [
+            Mark(name, at_ns + offset.ns, attempt, *about, note, offset.ns, offset.error_ns)
+            for attempt, name, at_ns, note in message.marks
+        ]
+
+    def _make(self, trace: Trace, marks: list[Mark]) -> None:
+        try:
+            path = path_of(marks)
+            if path is None:
+                return
+            self._watch(path)
+            anchor_ns = time.time_ns() - time.monotonic_ns()
+            spans = spans_of(path, trace.begun.ids, anchor_ns, new_span_id, trace.about)
+            for sink in self._sinks:
+                sink.write(spans)
+        except Exception:
+            self._node.counters.add("trace_errors")
+            logger.exception("kvbus: a trace could not be made")

@@ -1,0 +1,79 @@
+"""Many traces: the TTFT budget by stage, and what the requests waited for. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbus.tools.view import MS, TraceView
+from kvbus.ttft import StageName
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of one quantity, ms. ``share`` is its part of the sum of all TTFTs."""
+
+    name: str
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    largest: float
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of the traces with stages; ``unusable`` counts the others."""
+
+    traces: int
+    unusable: int
+    ttft: Spread
+    stages: tuple[Spread, ...]
+    late_sides: tuple[Spread, ...]
+    outcomes: dict[str, int]
+    longest: dict[str, int]
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, the one that at least ``share`` of them do not exceed."""
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+
+
+def report_of(views: Iterable[TraceView]) -> Report:
+    """Aggregate traces."""
+    everything = list(views)
+    usable = [view for view in everything if view.root is not None and view.stages]
+    total = sum(view.ttft_ms for view in usable) or 1.0
+    of_stage: dict[str, list[float]] = {name: [] for name in StageName}
+    of_side: dict[str, list[float]] = {}
+    for view in usable:
+        for stage in view.stages:
+            of_stage[stage.name].append(stage.duration_ns / MS)
+        if side := str(view.about("kvbus.late_side", "")):
+            of_side.setdefault(side, []).append(float(view.about("kvbus.late_by_ms", 0.0)))
+    return Report(
+        len(usable),
+        len(everything) - len(usable),
+        _spread("TTFT", [view.ttft_ms for view in usable], total),
+        tuple(_spread(name, values, total) for name, values in of_stage.items() if values),
+        tuple(_spread(side, values, total) for side, values in sorted(of_side.items())),
+        dict(Counter(str(view.about("kvbus.outcome", "?")) for view in usable).most_common()),
+        dict(Counter(max(view.stages, key=lambda stage: stage.duration_ns).name for view in usable).most_common()),
+    )
+
+
+def _spread(name: str, values: Sequence[float], total: float) -> Spread:
+    ordered = sorted(values)
+    return Spread(
+        str(name),
+        len(ordered),
+        sum(ordered) / len(ordered) if ordered else 0.0,
+        quantile(ordered, 0.5),
+        quantile(ordered, 0.9),
+        quantile(ordered, 0.99),
+        ordered[-1] if ordered else 0.0,
+        sum(ordered) / total,
+    )
