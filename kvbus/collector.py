@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,15 +19,19 @@ from kvbus.clocks import Clocks
 from kvbus.errors import BusUnavailableError, MessageError
 from kvbus.marks import host_clock
 from kvbus.messages import ClockReply, ClockRequest, Marks
+from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.spans import SpanData, Value, spans_of
+from kvbus.story import path_of
+from kvbus.subjects import is_token
 from kvbus.tracing import Begun, Sampler, new_span_id
-from kvbus.ttft import Mark, MarkName, Path, path_of
+from kvbus.ttft import OF_ENGINES, Mark, MarkName, Path
 
 logger = logging.getLogger(__name__)
 
 MAX_TRACES = 8192
-MAX_MESSAGES = 256  # for one trace
+MAX_MARKS = 2048  # of one trace
+MAX_WAITING = 1024  # traces that are to be made
 LINGER_S = 0.5  # the last marks come a little after the request's end
 CLOCK_TIMEOUT_S = 1.0
 
@@ -47,6 +52,7 @@ class Trace:
     about: Mapping[str, Value]
     own: list[Mark] = field(default_factory=list)
     heard: list[Marks] = field(default_factory=list)
+    marks: int = 0
 
     def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "", at_s: float = 0.0) -> None:
         """``at_s`` is a time of the monotonic clock; without it, now."""
@@ -67,6 +73,8 @@ class Collector:
         self._traces: BoundedDict[str, Trace] = BoundedDict(MAX_TRACES)
         self._clocks = Clocks(host_clock())
         self._asking: set[str] = set()
+        self._room = threading.Semaphore(MAX_WAITING)
+        self._once = OncePer()
         self._pool = ThreadPoolExecutor(1, "kvbus-traces")
         node.listen(node.subjects.marks("*"), Marks, self._hear)
 
@@ -93,7 +101,11 @@ class Collector:
 
     def _hear(self, message: Marks) -> None:
         trace = self._traces.get(message.transfer_id)
-        if trace is None or len(trace.heard) >= MAX_MESSAGES:
+        if trace is None or not is_token(message.engine):
+            return
+        trace.marks += len(message.marks)
+        if trace.marks > MAX_MARKS:
+            self._node.counters.add("marks_dropped", len(message.marks))
             return
         trace.heard.append(message)
         if self._clocks.is_stale(message.host, time.monotonic_ns()) and message.host not in self._asking:
@@ -114,7 +126,11 @@ class Collector:
 
     def _collect(self, transfer_id: str) -> None:
         trace = self._traces.pop(transfer_id, None)
-        if trace is not None:
+        if trace is None:
+            return
+        if not self._room.acquire(blocking=False):
+            self._node.counters.add("traces_dropped")
+        else:
             marks = [*trace.own, *(mark for message in trace.heard for mark in self._marks_of(message))]
             self._pool.submit(self._make, trace, marks)
 
@@ -127,6 +143,7 @@ class Collector:
         return [
             Mark(name, at_ns + offset.ns, attempt, *about, note, offset.ns, offset.error_ns)
             for attempt, name, at_ns, note in message.marks
+            if name in OF_ENGINES
         ]
 
     def _make(self, trace: Trace, marks: list[Mark]) -> None:
@@ -138,7 +155,18 @@ class Collector:
             anchor_ns = time.time_ns() - time.monotonic_ns()
             spans = spans_of(path, trace.begun.ids, anchor_ns, new_span_id, trace.about)
             for sink in self._sinks:
-                sink.write(spans)
+                self._write(sink, spans)
         except Exception:
             self._node.counters.add("trace_errors")
             logger.exception("kvbus: a trace could not be made")
+        finally:
+            self._room.release()
+
+    def _write(self, sink: SpanSink, spans: Sequence[SpanData]) -> None:
+        """One that fails, such as a full disk, takes nothing from the others."""
+        try:
+            sink.write(spans)
+        except Exception as error:
+            self._node.counters.add("trace_errors")
+            if self._once.due(type(sink)):
+                logger.exception("kvbus: traces are lost: %s (logged once a minute)", error)

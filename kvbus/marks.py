@@ -20,6 +20,7 @@ from kvbus.node import Node
 from kvbus.ttft import MarkName
 
 MAX_PENDING = 8192
+MAX_TOGETHER = 256
 FLUSH_S = 0.05
 RETRY_S = 0.5
 _SAMPLED = frozenset("13579bdf")
@@ -29,12 +30,11 @@ class Traced(NamedTuple):
     """A transfer whose request is sampled."""
 
     transfer_id: str
-    traceparent: str
 
 
 def traced(transfer_id: str, traceparent: str) -> Traced | None:
     """None if the W3C trace context says that the request is not sampled, or if there is none."""
-    return Traced(transfer_id, traceparent) if traceparent[-1:] in _SAMPLED else None
+    return Traced(transfer_id) if traceparent[-1:] in _SAMPLED else None
 
 
 class Marking(Protocol):
@@ -85,22 +85,27 @@ class Marker:
             what, mark = self._pending.popleft()
             found.setdefault(what, []).append(mark)
         for what, marks in found.items():
-            try:
-                self._node.publish(
-                    self._node.subjects.marks(self._engine),
-                    Marks(*what, self._engine, self._role, self._rank, self._host, tuple(marks)),
-                )
-            except PayloadTooLargeError:
-                self._node.counters.add("marks_dropped", len(marks))
+            for first in range(0, len(marks), MAX_TOGETHER):
+                self._publish(what, marks[first : first + MAX_TOGETHER])
+
+    def _publish(self, what: Traced, marks: list[tuple[int, str, int, str]]) -> None:
+        message = Marks(what.transfer_id, self._engine, self._role, self._rank, self._host, tuple(marks))
+        try:
+            self._node.publish(self._node.subjects.marks(self._engine), message)
+        except PayloadTooLargeError:
+            self._node.counters.add("marks_dropped", len(marks))
 
 
 def host_clock() -> str:
     """A name for this process's monotonic clock: two processes with the same one read the same clock."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+    try:
         return f"{boot}:{os.stat('/proc/self/ns/time').st_ino}"  # noqa: PTH116 - not a file's status, a namespace's
     except OSError:
-        return f"{socket.gethostname()}:{os.getpid()}"
+        return boot  # a kernel without namespaces of time
 
 
 def serve_clock(node: Node, engine: str) -> None:

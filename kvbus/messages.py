@@ -352,7 +352,6 @@ class Marks(Message):
     KIND = "marks"
 
     transfer_id: str
-    traceparent: str
     engine: str
     role: Role
     rank: int

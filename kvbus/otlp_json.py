@@ -72,6 +72,8 @@ def _value(value: Value) -> dict[str, Any]:
 def read_otlp(text: str, where: str) -> list[SpanData]:
     """Spans of OTLP JSON: one document, or one a line, or Jaeger's ``/api/v3`` answer.
 
+    Among lines that can be read, one that is cut off is left out: a router that was killed leaves such.
+
     Raises:
         TraceError: it is something else; ``where`` and the line are named.
     """
@@ -80,12 +82,16 @@ def read_otlp(text: str, where: str) -> list[SpanData]:
     except json.JSONDecodeError:
         pass
     spans: list[SpanData] = []
+    torn: TraceError | None = None
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             try:
                 spans += _spans_in(json.loads(line), f"{where}, line {number}")
             except json.JSONDecodeError as error:
-                raise TraceError(f"{where}, line {number}", f"not JSON: {error.msg}, column {error.colno}") from None
+                reason = f"not JSON: {error.msg}, column {error.colno}"
+                torn = torn or TraceError(f"{where}, line {number}", reason)
+    if torn is not None and not spans:
+        raise torn
     return spans
 
 

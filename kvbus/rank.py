@@ -295,10 +295,8 @@ class Rank:
     def _end_write(self, ended: WriteEnded) -> None:
         job, _ = self._writes.pop((ended.transfer_id, ended.attempt))
         now = self._clock()
-        what = traced(job.transfer_id, job.traceparent)
-        if ended.failure:
-            self._marking.mark(what, MarkName.WRITE_FAILED, job.attempt, ended.failure, now)
-        else:
+        if not ended.failure:
+            what = traced(job.transfer_id, job.traceparent)
             self._marking.mark(what, MarkName.WRITTEN, job.attempt, str(ended.nbytes), now)
         self._perform(self._matcher.apply(ended, now))
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from kvbus.messages import Role
 from kvbus.ttft import GAP_NS, Mark, Outcome, Path, Stage, StageName
 
 ROOT = "request"
 STREAM = "decode.stream"
+REGISTRATION, COMPLETION = "kvbus.publish registration", "kvbus.publish completion"
 INTERNAL, SERVER, PRODUCER = 1, 2, 4  # opentelemetry.proto.trace.v1.Span.SpanKind
 MS = 1e6
 
@@ -72,7 +74,6 @@ class _Drawing:
 
     def draw(self, about: Mapping[str, Value]) -> Iterator[SpanData]:
         path = self.path
-        failed = f"status {path.status}" if path.outcome is Outcome.FAILED else ""
         yield SpanData(
             ROOT,
             self.ids.trace_id,
@@ -82,15 +83,16 @@ class _Drawing:
             path.end_ns + self.anchor_ns,
             SERVER,
             attributes={**about, **_about_path(path)},
-            error=failed,
+            error=_error(path),
         )
-        sent = [("kvbus.publish registration", path.registering), ("kvbus.publish completion", path.completing)]
+        sent = [(REGISTRATION, path.registering), (COMPLETION, path.completing)]
         owners = self._owners()
         messages = [(name, mark, self.new_id()) for name, mark in sent if mark is not None]
         drawn: set[str] = set()
         for stage in path.stages:
             stage_id = self.new_id()
-            links = tuple(each for _, _, each in messages) if stage.name is StageName.MATCH_WAIT else ()
+            is_match = stage.name is StageName.MATCH_WAIT
+            links = tuple(each for _, mark, each in messages if is_match and mark.at_ns <= stage.end_ns)
             role, engine = owners.get(stage.name, (stage.mark.role, stage.mark.engine))
             mark = replace(stage.mark, role=role, engine=engine)
             yield self._span(stage.name, stage.start_ns, stage.end_ns, mark, stage_id, _about(stage, path), links)
@@ -112,12 +114,8 @@ class _Drawing:
     def _owners(self) -> dict[StageName, tuple[str, str]]:
         """Role and engine whose time a stage is, where it is not theirs whose mark ended it."""
         router, decode = ("router", ""), ("decode", self.path.decode_engine)
-        return {
-            StageName.ROUTE: router,
-            StageName.LOST: router,
-            StageName.FIRST_TOKEN: decode,
-            StageName.DECODE_COMPUTE: decode,
-        }
+        ours = {StageName.ROUTE: router, StageName.LOST: router}
+        return ours | dict.fromkeys((StageName.FIRST_TOKEN, StageName.DECODE_COMPUTE, StageName.DECODE_QUEUE), decode)
 
     def _span(
         self,
@@ -144,11 +142,26 @@ class _Drawing:
             start_ns + self.anchor_ns,
             end_ns + self.anchor_ns,
             kind,
-            f"kvbus-{mark.role}",
+            _service(name, mark),
             mark.engine,
             {**attributes, **clock},
             links,
         )
+
+
+def _service(name: str, mark: Mark) -> str:
+    """An engine that does both does here one of them."""
+    if mark.role != Role.BOTH:
+        return f"kvbus-{mark.role}"
+    of_decode = (StageName.WRITE_TRANSFER, StageName.DECODE_RESUME, REGISTRATION)
+    return "kvbus-decode" if name.partition(" rank")[0] in of_decode else "kvbus-prefill"
+
+
+def _error(path: Path) -> str:
+    """Of the root: what is no client's own doing (OpenTelemetry's conventions for HTTP server spans)."""
+    if path.status.isdigit():
+        return f"status {path.status}" if int(path.status) >= 500 else ""
+    return path.status or (path.reason if path.outcome is Outcome.FAILED else "")
 
 
 def _about_path(path: Path) -> dict[str, Value]:
@@ -164,6 +177,8 @@ def _about_path(path: Path) -> dict[str, Value]:
         "kvbus.prompt_tokens": path.prompt_tokens,
         "kvbus.bytes": path.nbytes,
         "kvbus.missing_stages": ", ".join(path.missing),
+        "kvbus.router_ms": path.router_ns / MS,
+        "kvbus.deferred": path.deferred,
     }
     if path.late_side:
         about |= {"kvbus.late_side": path.late_side, "kvbus.late_by_ms": path.late_by_ns / MS}
@@ -181,7 +196,7 @@ def _about(stage: Stage, path: Path) -> dict[str, Value]:
             about["kvbus.prompt_tokens"] = path.prompt_tokens
         case StageName.WRITE_TRANSFER:
             about["kvbus.bytes"] = path.nbytes
-        case StageName.LOST:
+        case StageName.LOST | StageName.DECODE_QUEUE:
             about["kvbus.reason"] = stage.mark.note
         case StageName.DECODE_COMPUTE:
             about["kvbus.reason"] = path.reason

@@ -25,6 +25,8 @@ class TraceFile:
         self._path, self._max_bytes = path, max_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
+        if self._file.tell():
+            self._file.write("\n")  # the last line may have been cut off
 
     def write(self, spans: Sequence[SpanData]) -> None:
         if self._file.tell() > self._max_bytes:

@@ -28,10 +28,13 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
+from kvbus.bounded import BoundedDict
+from kvbus.otlp_json import resource_of
 from kvbus.spans import INTERNAL, PRODUCER, SERVER, Ids, SpanData
 
 logger = logging.getLogger(__name__)
 
+MAX_RESOURCES = 1024
 EXPORT_BATCH = 32  # a larger one stalls other threads: encoding holds the GIL
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _KINDS = {INTERNAL: SpanKind.INTERNAL, SERVER: SpanKind.SERVER, PRODUCER: SpanKind.PRODUCER}
@@ -86,7 +89,7 @@ class OtlpExport:
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._processor = BatchSpanProcessor(exporter, max_export_batch_size=EXPORT_BATCH)
-        self._resources: dict[tuple[str, str], Resource] = {}
+        self._resources: BoundedDict[tuple[str, str], Resource] = BoundedDict(MAX_RESOURCES)
 
     def write(self, spans: Sequence[SpanData]) -> None:
         for span in spans:
@@ -113,8 +116,7 @@ class OtlpExport:
     def _resource(self, service: str, engine: str) -> Resource:
         key = (service, engine)
         if key not in self._resources:
-            attributes = {"service.name": service, **({"kvbus.engine": engine} if engine else {})}
-            self._resources[key] = Resource.create(attributes)
+            self._resources[key] = Resource.create(resource_of(service, engine))
         return self._resources[key]
 
 

@@ -85,7 +85,6 @@ class Outgoing:
         runs = block_runs.to_runs(self._rules.clip(block_ids))
         if not prefilled or not block_runs.count(runs):
             reason = "aborted" if not prefilled else "no blocks"
-            self._marking.mark(what, MarkName.PREFILL_FAILED, note=reason)
             self._end(PrefillFailed(**self._about(name, request_id), reason=reason))
             return False, None
         self._marking.mark(what, MarkName.PREFILL_DONE, note=str(request.num_computed_tokens))

@@ -202,11 +202,6 @@ class Router:
 
     async def _fly(self, request: web.Request, body: Body, model: str, arrived_at: float) -> web.StreamResponse:
         transfer_id = new_transfer_id()
-        traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
-        headers = upstream.forwarded(request.headers)
-        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
-        if traceparent:
-            headers["traceparent"] = traceparent
         tokens, session = prompt_tokens(body), affinity_of(body, request.headers.get(SESSION_HEADER))
         alone, settings = must_be_alone(body), self._settings
 
@@ -223,6 +218,11 @@ class Router:
             raise BadRequestError(self._no_engine(model))
         if source is None and not alone and self._once.due("alone"):
             logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
+        traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
+        headers = upstream.forwarded(request.headers)
+        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
+        if traceparent:
+            headers["traceparent"] = traceparent
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
         job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
         serving = Serving(
@@ -239,14 +239,13 @@ class Router:
     def _trace(self, request: web.Request, body: Body, transfer_id: str, arrived_at: float) -> tuple[str, Trace | None]:
         given = request.headers.get("traceparent")
         if self._collector is None:
-            return given or "", None
+            return "", None  # the client's own goes on as a header
         about: dict[str, Value] = {"http.route": request.path, "kvbus.stream": body.get("stream") is True}
         if (request_id := request.headers.get("X-Request-Id")) is not None:
-            about["kvbus.request_id"] = request_id[:MAX_REQUEST_ID_CHARS]
+            about["kvbus.request_id"] = request_id[:MAX_REQUEST_ID_CHARS].encode(errors="replace").decode()
         traceparent, trace = self._collector.begin(transfer_id, given, about)
         if trace is not None:
             trace.mark(MarkName.ARRIVED, at_s=arrived_at)
-            trace.mark(MarkName.ADMITTED)
         return traceparent, trace
 
     async def _read(self, request: web.Request) -> Body:

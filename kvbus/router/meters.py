@@ -10,7 +10,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvbus.membership import Membership
-from kvbus.ttft import Path
+from kvbus.ttft import Outcome, Path
 
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -107,7 +107,7 @@ class Meters:
 
     def path(self, path: Path) -> None:
         """The way of a traced request. Any thread."""
-        for stage in path.stages:
+        for stage in path.stages if path.outcome is not Outcome.FAILED else ():
             self._stages.labels(stage.name.value).observe(stage.duration_ns / 1e9)
 
     def exposition(self) -> bytes:

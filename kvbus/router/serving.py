@@ -29,7 +29,7 @@ from kvbus.router.loads import Loads
 from kvbus.router.meters import Meters
 from kvbus.router.rebinding import ask_rebind
 from kvbus.router.streaming import Stream, StreamBrokenError
-from kvbus.ttft import MarkName
+from kvbus.ttft import WHOLE, MarkName
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class Serving:
         self._whole: Answer | None = None
         self._stream: Stream | None = None
         self._decode_leg_sent_at = 0.0
+        self._ended = "client left"
         self._result: flying.PassOn | flying.Refuse | flying.Fail | None = None
 
     async def run(self, request: web.Request) -> web.StreamResponse:
@@ -89,6 +90,7 @@ class Serving:
             tasks = [*self._tasks.values(), *self._old]
             for task in tasks:
                 task.cancel()
+            self._job.mark(MarkName.ENDED, note=self._ended)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def engine_left(self, engine: str, incarnation: int, why: str) -> None:
@@ -228,9 +230,9 @@ class Serving:
                 return self._respond_whole(self._whole)
 
     def _respond_whole(self, answer: Answer) -> web.Response:
+        self._ended = str(answer.status)
         if answer.status < 400:
-            self._job.mark(MarkName.FIRST_TOKEN)
-        self._job.mark(MarkName.ENDED, note=str(answer.status))
+            self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
         self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at, stream=False)
         return web.Response(status=answer.status, body=answer.body, headers={**answer.headers, **self._marks()})
 
@@ -247,9 +249,11 @@ class Serving:
                     begun = True
                     self._job.mark(MarkName.FIRST_TOKEN)
         except StreamBrokenError as broken:
+            self._ended = f"broken: {broken.why}"
             await response.write(self._broken(broken.why))
+        else:
+            self._ended = str(status)
         await response.write_eof()
-        self._job.mark(MarkName.ENDED, note=str(status))
         return response
 
     def _broken(self, why: str) -> bytes:

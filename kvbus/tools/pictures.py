@@ -21,6 +21,7 @@ COLORS = {
     "write.transfer": "#3b5b92",
     "decode.resume": "#c08497",
     "lost": "#c0392b",
+    "decode.queue": "#76d7c4",
     "decode.compute": "#e67e22",
     "decode.first_token": "#9bc53d",
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvbus.tools.view import MS, TraceView
-from kvbus.ttft import StageName
+from kvbus.ttft import Outcome, StageName
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of the traces with stages; ``unusable`` counts the others."""
+    """Of the requests that had a first token; ``unusable`` counts traces without a root or stages."""
 
     traces: int
     unusable: int
@@ -45,7 +45,8 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 def report_of(views: Iterable[TraceView]) -> Report:
     """Aggregate traces."""
     everything = list(views)
-    usable = [view for view in everything if view.root is not None and view.stages]
+    whole = [view for view in everything if view.root is not None and view.stages]
+    usable = [view for view in whole if view.about("kvbus.outcome", "") != Outcome.FAILED]
     total = sum(view.ttft_ms for view in usable) or 1.0
     of_stage: dict[str, list[float]] = {name: [] for name in StageName}
     of_side: dict[str, list[float]] = {}
@@ -56,11 +57,11 @@ def report_of(views: Iterable[TraceView]) -> Report:
             of_side.setdefault(side, []).append(float(view.about("kvbus.late_by_ms", 0.0)))
     return Report(
         len(usable),
-        len(everything) - len(usable),
+        len(everything) - len(whole),
         _spread("TTFT", [view.ttft_ms for view in usable], total),
         tuple(_spread(name, values, total) for name, values in of_stage.items() if values),
         tuple(_spread(side, values, total) for side, values in sorted(of_side.items())),
-        dict(Counter(str(view.about("kvbus.outcome", "?")) for view in usable).most_common()),
+        dict(Counter(str(view.about("kvbus.outcome", "?")) for view in whole).most_common()),
         dict(Counter(max(view.stages, key=lambda stage: stage.duration_ns).name for view in usable).most_common()),
     )
 

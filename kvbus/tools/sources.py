@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import http.client
 import time
 import urllib.error
 import urllib.parse
@@ -88,7 +88,8 @@ def find(what: str, source: Path | None, jaeger: str | None) -> TraceView:
 
 
 def _is_path(what: str) -> bool:
-    return what.endswith((".json", ".jsonl")) or "/" in what
+    named_so = what.endswith((".json", ".jsonl", ".jsonl.1")) or what.startswith(("/", "./", "../"))
+    return named_so or Path(what).is_file()
 
 
 def _from_jaeger(url: str, trace_id: str) -> list[TraceView]:
@@ -122,9 +123,10 @@ def _ask(url: str, path: str) -> list[SpanData]:
         error.close()
         reason = "there is no such trace" if error.code == 404 else f"Jaeger answered {error.code}"
         raise TraceError(url, reason) from None
-    except (OSError, ValueError) as error:
-        raise TraceError(url, f"Jaeger does not answer: {getattr(error, 'reason', error)}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        reason = str(getattr(error, "reason", error)) or type(error).__name__
+        raise TraceError(url, f"Jaeger does not answer: {reason}; is this its query port (16686)?") from None
     try:
         return read_otlp(text, url) if text.strip() else []
-    except json.JSONDecodeError:
-        raise TraceError(url, "the answer is not JSON; is this Jaeger's query port (16686)?") from None
+    except TraceError as error:
+        raise TraceError(url, f"{error.reason}; is this Jaeger's query port (16686)?") from None

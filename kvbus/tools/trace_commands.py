@@ -45,7 +45,7 @@ def trace(
             from kvbus.tools.pictures import draw_trace
 
             draw_trace(view, svg)
-        console = Console()
+        console = Console(markup=False)
         if json_output:
             console.print_json(data=_as_json(view))
         else:
@@ -65,7 +65,7 @@ def why(what: What = "last", source: Source = None, jaeger: Jaeger = None, json_
         verdict = verdict_on(view)
         if json_output:
             found = {"text": verdict.text, "stage": verdict.stage, "advice": verdict.advice, "ttft_ms": view.ttft_ms}
-            Console().print_json(data={"trace_id": view.trace_id, **found})
+            Console(markup=False).print_json(data={"trace_id": view.trace_id, **found})
         else:
             typer.echo(verdict.text)
 
@@ -101,7 +101,7 @@ def report(
             from kvbus.tools.pictures import draw_report
 
             draw_report(found, views, plot)
-        console = Console()
+        console = Console(markup=False)
         if json_output:
             console.print_json(data=dataclasses.asdict(found))
             return

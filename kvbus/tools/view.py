@@ -10,6 +10,7 @@ from kvbus.ttft import GAP_NS, StageName
 
 STAGES = frozenset(StageName)
 MS = 1e6
+MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +63,35 @@ def views_of(spans: Iterable[SpanData]) -> list[TraceView]:
     traces: dict[str, list[SpanData]] = {}
     for span in spans:
         traces.setdefault(span.trace_id, []).append(span)
-    return sorted((_view(trace_id, found) for trace_id, found in traces.items()), key=lambda view: view.start_ns)
+    views = [_view(trace_id, each) for trace_id, found in traces.items() for each in _by_root(found)]
+    return sorted(views, key=lambda view: view.start_ns)
+
+
+def _by_root(spans: Sequence[SpanData]) -> list[list[SpanData]]:
+    """The spans of each request in a trace: a client may have made several under one trace of its own."""
+    by_id = {span.span_id: span for span in spans}
+    roots = [span.span_id for span in spans if _is_root(span)]
+    if len(roots) < 2:
+        return [list(spans)]
+    groups: dict[str, list[SpanData]] = {root: [] for root in roots}
+    for span in spans:
+        above: SpanData | None = span
+        for _ in range(MAX_DEPTH):
+            if above is None or above.span_id in groups:
+                break
+            above = by_id.get(above.parent_id)
+        if above is not None and above.span_id in groups:
+            groups[above.span_id].append(span)
+    return list(groups.values())
+
+
+def _is_root(span: SpanData) -> bool:
+    return span.name == ROOT and span.service.startswith("kvbus-")
 
 
 def _view(trace_id: str, spans: Sequence[SpanData]) -> TraceView:
     ours = [span for span in spans if span.service.startswith("kvbus-")]
-    root = next((span for span in ours if span.name == ROOT), None)
+    root = next((span for span in ours if _is_root(span)), None)
     stages = sorted(
         (span for span in ours if span.name in STAGES and (root is None or span.parent_id == root.span_id)),
         key=lambda span: span.start_ns,

@@ -24,6 +24,7 @@ COLORS = {
     "write.transfer": "blue",
     "decode.resume": "bright_magenta",
     "lost": "red",
+    "decode.queue": "bright_cyan",
     "decode.compute": "bright_red",
     "decode.first_token": "bright_green",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvbus.spans import SpanData
 from kvbus.tools.view import MS, TraceView
@@ -40,6 +40,7 @@ _DOMINANT = {
     StageName.FIRST_TOKEN: "until decode's first token: its steps are long; add decode capacity",
     StageName.DECODE_COMPUTE: "computing the prompt on decode",
     StageName.LOST: "on what was lost",
+    StageName.DECODE_QUEUE: "in decode's queue",
 }
 
 
@@ -53,7 +54,12 @@ class Verdict:
 
 
 def why(view: TraceView) -> Verdict:
-    """The verdict on one trace."""
+    """The verdict on one trace; one line, whatever engines said in theirs."""
+    found = _why(view)
+    return replace(found, text=" ".join(found.text.split()))
+
+
+def _why(view: TraceView) -> Verdict:
     if view.root is None:
         return Verdict("nothing can be said: the trace has no root span")
     outcome, reason = str(view.about("kvbus.outcome", "")), str(view.about("kvbus.reason", ""))
@@ -72,6 +78,8 @@ def why(view: TraceView) -> Verdict:
             lost = _spent(view, StageName.LOST)
             text = f"{decode} gave its receive up after {lost} ({reason}) and computed the prompt itself"
             return _advise(f"{text} in {_spent(view, StageName.DECODE_COMPUTE)}", reason)
+        case Outcome.UNKNOWN:
+            return _unknown(view)
         case Outcome.ALONE:
             return Verdict(f"{decode} computed the prompt: no prefill engine was asked", StageName.DECODE_COMPUTE)
         case _:
@@ -87,7 +95,8 @@ def _why_pushed(view: TraceView) -> Verdict:
         return _advise(text, reason, StageName.LOST)
     late_by_ms = float(view.about("kvbus.late_by_ms", 0.0))
     if view.about("kvbus.late_side", "") == "decode" and late_by_ms > NOTICEABLE * view.ttft_ms:
-        advice = "add decode capacity (or registration: eager)"
+        deferred = str(view.about("kvbus.deferred", ""))
+        advice = f"add decode capacity, or blocks (registration: {deferred})" if deferred else "add decode capacity"
         text = f"decode registered {late_by_ms:.0f} ms after prefill ended: {advice}"
         return Verdict(text, StageName.MATCH_WAIT, advice)
     if not view.stages:
@@ -105,6 +114,11 @@ def _dominant(stage: SpanData, view: TraceView) -> str:
     if stage.name == StageName.PREFILL_COMPUTE:
         what = f"{what} ({view.about('kvbus.prompt_tokens', '?')} tokens)"
     return f"{_ms(stage.duration_ns)} of {view.ttft_ms:.0f} ms ({share:.0%}) went by {what}"
+
+
+def _unknown(view: TraceView) -> Verdict:
+    text = "nothing can be said: no word of the engines came; is the router on their NATS server and namespace?"
+    return Verdict(text if view.stages else "nothing can be said: the trace has no stages")
 
 
 def _advise(text: str, reason: str, stage: str = StageName.DECODE_COMPUTE) -> Verdict:

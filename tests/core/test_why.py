@@ -10,10 +10,11 @@ import pytest
 from kvbus.errors import TraceError
 from kvbus.otlp_json import read_otlp, to_otlp
 from kvbus.spans import Ids, SpanData, spans_of
+from kvbus.story import path_of
 from kvbus.tools.report import report_of
 from kvbus.tools.view import TraceView, problems, views_of
 from kvbus.tools.why import why
-from kvbus.ttft import Mark, MarkName, path_of
+from kvbus.ttft import Mark, MarkName
 
 MS = 1_000_000
 
@@ -114,9 +115,17 @@ def lost(what: str) -> TraceView:
         D_BEGIN,
         [Mark(M.ENGINE_LOST, 3000 * MS, 2, "P", note=what)],
         marks(
-            (M.PREFILL_ARRIVED, 3005), (M.PREFILL_SCHEDULED, 3007), (M.PREFILL_DONE, 3100), engine="Q", role="prefill"
+            (M.PREFILL_ARRIVED, 3005),
+            (M.PREFILL_SCHEDULED, 3007),
+            (M.PREFILL_DONE, 3100),
+            (M.REGISTERED, 3008),
+            (M.COMPLETED, 3101),
+            (M.POSTING, 3102),
+            (M.POSTED, 3103),
+            engine="Q",
+            role="prefill",
         ),
-        marks((M.RECEIVED, 3105), (M.RESUMED, 3106), engine="D", role="decode"),
+        marks((M.LANDED, 3104), (M.RECEIVED, 3105), (M.RESUMED, 3106), engine="D", role="decode"),
         end(3112),
     )
 
@@ -201,13 +210,22 @@ def test_otlp_json_reads_back() -> None:
         ("[1]", "x: not OTLP JSON"),
         ('{"resourceSpans": 7}', "x: not OTLP JSON"),
         ('{"resourceSpans": [{"scopeSpans": [{"spans": [{"name": "a"}]}]}]}', "KeyError: 'traceId'"),
-        ('{"resourceSpans": []}\n{"resource', "x, line 2: not JSON"),
+        ("{\n{", "x, line 1: not JSON"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_place(text: str, says: str) -> None:
     with pytest.raises(TraceError) as refused:
         read_otlp(text, "x")
     assert says in str(refused.value)
+
+
+def test_a_line_that_was_cut_off_hides_no_other() -> None:
+    line = json.dumps(to_otlp(pushed().spans))
+    assert len(read_otlp(f"{line}\n{line[:-30]}\n{line}\n", "x")) == 2 * len(pushed().spans)
+
+
+def test_a_verdict_is_one_line_whatever_engines_say() -> None:
+    assert "\n" not in why(given_up("a\nb\x1b[31m")).text
 
 
 def test_vllms_and_foreign_spans_are_others() -> None:

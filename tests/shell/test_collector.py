@@ -43,8 +43,8 @@ class Kept:
 
 
 def say(front: Front, engine: str, role: Role, transfer_id: str, marks: MarkList, host: str = "") -> None:
-    message = Marks(transfer_id, CLIENTS, engine, role, 0, host or host_clock(), marks)
-    front.broker.route(SUBJECTS.marks(engine), encode(message))
+    message = Marks(transfer_id, engine, role, 0, host or host_clock(), marks)
+    front.broker.route(SUBJECTS.marks("P"), encode(message))
 
 
 async def pushed(
@@ -134,6 +134,7 @@ def test_the_standard_variables_say_who_is_sampled(monkeypatch: pytest.MonkeyPat
 async def test_without_a_sink_nothing_is_traced_and_the_clients_context_passes() -> None:
     async with fronted("P", "D") as front:
         assert "traceparent" not in await pushed(front)
+        assert front["P"].params[-1]["traceparent"] == ""
         assert (await pushed(front, {"traceparent": CLIENTS}))["traceparent"] == CLIENTS
 
 
@@ -152,10 +153,45 @@ async def test_another_hosts_clock_is_measured_and_its_error_told() -> None:
             await eventually(lambda: kept.spans)
     [view] = views_of(kept.spans)
     assert len(view.stages) == 9
-    assert view.ttft_ms < 5000
+    assert view.ttft_ms < 6000
     transfer = next(stage for stage in view.stages if stage.name == "write.transfer")
     assert abs(float(transfer.attributes["kvbus.clock_offset_ms"]) - skew_ns / 1e6) < 500
     assert float(transfer.attributes["kvbus.clock_error_ms"]) > 0
+
+
+async def test_a_client_that_leaves_has_a_trace_too() -> None:
+    kept = Kept()
+    async with fronted("P", "D", span_sinks=[kept]) as front:
+        for name in "PD":
+            front[name].hold.clear()
+        asking = front.ask(stream=True)
+        await eventually(lambda: front["P"].requests and front["D"].requests)
+        asking.cancel()
+        await eventually(lambda: kept.spans)
+    [view] = views_of(kept.spans)
+    assert view.root is not None
+    assert (view.about("kvbus.outcome", ""), view.root.error) == ("failed", "client left")
+
+
+async def test_what_a_peer_may_not_say_is_not_heard() -> None:
+    kept = Kept()
+    async with fronted("P", "D", span_sinks=[kept]) as front:
+        for name in "PD":
+            front[name].hold.clear()
+        asking = front.ask(stream=True)
+        await eventually(lambda: front["P"].requests and front["D"].requests)
+        transfer_id = front["P"].params[0]["transfer_id"]
+        lies = tuple((1, name, 1, "999") for name in ("arrived", "first token", "ended", "whatever"))
+        say(front, "P", Role.PREFILL, transfer_id, lies)
+        say(front, "P.>", Role.PREFILL, transfer_id, ((1, "landed", 1, ""),))
+        for _ in range(20):
+            say(front, "P", Role.PREFILL, transfer_id, tuple((1, "posting", 1, "") for _ in range(200)))
+        asking.cancel()
+        await eventually(lambda: kept.spans)
+        assert front.node.counters["marks_dropped"] >= 1000
+    [view] = views_of(kept.spans)
+    assert (view.about("kvbus.reason", ""), view.about("kvbus.bytes", 0)) == ("client left", 0)
+    assert view.ttft_ms < 10_000
 
 
 async def test_a_sink_that_fails_loses_its_traces_only(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,12 +200,13 @@ async def test_a_sink_that_fails_loses_its_traces_only(caplog: pytest.LogCapture
             super().write(spans)
             raise OSError("no space left on device")
 
-    full = Full()
-    async with fronted("P", "D", span_sinks=[full]) as front:
+    full, kept = Full(), Kept()
+    async with fronted("P", "D", span_sinks=[full, kept]) as front:
         await pushed(front)
-        await eventually(lambda: full.spans)
+        await eventually(lambda: kept.spans)
         await pushed(front)
-        await eventually(lambda: front.node.counters["trace_errors"] == 2)
+        await eventually(lambda: front.node.counters["trace_errors"] == 2 and len(views_of(kept.spans)) == 2)
+    assert caplog.text.count("traces are lost: no space left on device") == 1
 
 
 def test_the_sharpest_measurement_of_a_while_counts() -> None:
