@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvbus-setup
 
-.PHONY: help setup demo test test-fast lint types format bench soak clean
+COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+
+.PHONY: help cluster setup demo test test-fast lint types format bench soak clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -17,6 +19,9 @@ $(STAMP): pyproject.toml .ci/setup.sh
 
 demo: setup ## one prefill and one decode engine, a real model, three questions
 	@$(BIN)/kvbus demo
+
+cluster: ## a local cluster in containers, with Jaeger and Grafana; Ctrl-C ends it
+	$(COMPOSE) -f docker/compose.yaml up --build
 
 test: setup ## the whole test suite, real engines included
 	$(BIN)/pytest

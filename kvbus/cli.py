@@ -145,6 +145,46 @@ def up(
                 time.sleep(0.5)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def engine(
+    context: typer.Context,
+    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    nats_url: NatsUrl,
+    model: Annotated[Path, typer.Option(help="A model's folder.", envvar="KVBUS_MODEL")],
+    namespace: Namespace = "default",
+    engine_id: Annotated[
+        str | None, typer.Option(help="Its name on the bus. Default: the role and the host's name.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "0.0.0.0",
+    port: Annotated[int, typer.Option(help="The port of its API.", min=1, max=65535)] = 8000,
+    drain_s: Annotated[float, typer.Option(help="How long it may take to finish when stopped, seconds.", min=0)] = 45.0,
+) -> None:
+    """Run one vLLM engine with kvbus's connector. Arguments after [bold]--[/bold] go to vLLM.
+
+    SIGTERM or Ctrl-C lets it finish what it has: routers send nothing new, and it ends when nobody needs its KV.
+
+    Example: [bold]kvbus engine prefill --nats-url nats://host:4222 --model ./my-model -- --max-model-len 4096[/bold]
+    """
+    from kvbus.local.engine import EnginePlan, default_engine_id, run_engine
+    from kvbus.messages import Role
+    from kvbus.subjects import check_token
+
+    with clear_errors():
+        if role not in (Role.PREFILL, Role.DECODE):
+            raise ConfigError("ROLE", role, "prefill, decode")
+        name = check_token("--engine-id", engine_id or default_engine_id(Role(role)))
+        config = Config(nats_url=nats_url, namespace=namespace)
+        status = run_engine(EnginePlan(Role(role), model, config, name, host, port, drain_s, context.args), say)
+    raise typer.Exit(status)
+
+
+@app.command("model")
+def prepare_model() -> None:
+    """Make the demo model (SmolLM2-135M-Instruct) in $KVBUS_CACHE, if it is not there; print its folder."""
+    with clear_errors():
+        typer.echo(_model(None))
+
+
 @app.command()
 def drain(
     engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /health shows it.")],

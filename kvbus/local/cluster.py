@@ -59,21 +59,30 @@ class EngineSpec:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def engine_command(spec: EngineSpec, host: str, port: int) -> list[str]:
+    """The command line of a vLLM API server."""
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
+    command += ["--host", host, "--port", str(port), *(CPU_ARGUMENTS if on_cpu() else ())]
+    if spec.transfer is not None:
+        command += ["--kv-transfer-config", json.dumps(spec.transfer)]
+    endpoints = (os.environ.get(f"OTEL_EXPORTER_OTLP_{part}ENDPOINT") for part in ("TRACES_", ""))
+    if endpoint := next(filter(None, endpoints), ""):
+        command += ["--otlp-traces-endpoint", endpoint]  # vLLM's own spans go where kvbus's do
+    return [*command, *spec.arguments]
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """What such an engine needs beside this process's own environment."""
+    return {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu() else {}), **spec.environment}
+
+
 class Engine:
     """A running vLLM API server."""
 
     def __init__(self, spec: EngineSpec, logs: Path) -> None:
         self.spec, self.port = spec, free_port()
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
-        command += ["--host", HOST, "--port", str(self.port), *(CPU_ARGUMENTS if on_cpu() else ())]
-        if spec.transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(spec.transfer)]
-        endpoints = (os.environ.get(f"OTEL_EXPORTER_OTLP_{part}ENDPOINT") for part in ("TRACES_", ""))
-        if endpoint := next(filter(None, endpoints), ""):
-            command += ["--otlp-traces-endpoint", endpoint]  # vLLM's own spans go where kvbus's do
-        environment = {**ENVIRONMENT, **(CPU_ENVIRONMENT if on_cpu() else {}), **spec.environment}
-        self.child = Child(spec.name, [*command, *spec.arguments], logs, environment)
+        self.child = Child(spec.name, engine_command(spec, HOST, self.port), logs, engine_environment(spec))
 
     @property
     def url(self) -> str:

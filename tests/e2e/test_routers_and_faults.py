@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -20,7 +23,7 @@ from support.engines import ARGUMENTS, assert_came_from_outside, complete, metri
 from support.waiting import eventually
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
-from kvbus.local.process import free_port
+from kvbus.local.process import Child, free_port
 from kvbus.local.soak import idle_cpu_percent
 from kvbus.messages import Heartbeat, Message, Registration, RegistrationAck, Role, encode
 from kvbus.subjects import Subjects
@@ -280,3 +283,33 @@ async def test_a_bad_configuration_stops_the_engine_with_one_message(
     assert sum(
         "ERROR" in line and "kvbus: bad configuration" in line and "Error:" not in line for line in log.splitlines()
     )
+
+
+async def test_an_engine_in_the_foreground_joins_serves_and_is_drained_when_stopped(
+    cluster: Cluster, reference: str, tmp_path: Path
+) -> None:
+    """``kvbus engine``, as containers run it: nothing but a NATS URL, a model and a port."""
+    port, ids = free_port(), prompt(300, seed=77)
+    command = [sys.executable, "-m", "kvbus", "engine", "decode", "--nats-url", cluster.nats_url]
+    command += ["--model", str(cluster.model), "--engine-id", "decode-by-hand", "--host", "127.0.0.1"]
+    child = Child("by-hand", [*command, "--port", str(port), "--", *ARGUMENTS], tmp_path)
+    cluster.engines["decode-by-hand"] = SimpleNamespace(port=port)  # type: ignore[assignment]
+    try:
+        await eventually(lambda: child.alive and cluster.is_ready("decode-by-hand"), 240)
+        prefill = cluster.engines["prefill-0"].url
+        transfer = {"transfer_id": uuid.uuid4().hex, "prefill_engine_id": "prefill-0"}
+        legs = [
+            post(f"{prefill}/v1/completions", body(ids, 1, {"do_remote_decode": True, **transfer})),
+            post(f"http://127.0.0.1:{port}/v1/completions", body(ids, 12, {"do_remote_prefill": True, **transfer})),
+        ]
+        _, (status, answer) = await asyncio.gather(*legs)
+        assert status == 200
+        assert tuple(answer["choices"][0]["token_ids"]) == (await complete(reference, ids)).tokens
+        child.signal(signal.SIGTERM)
+        await eventually(lambda: not child.alive, 60)
+    finally:
+        del cluster.engines["decode-by-hand"]
+        child.stop()
+    log = child.log.read_text()
+    assert "decode-by-hand is drained" in log
+    assert child.returncode == 0

@@ -41,11 +41,12 @@ class Endpoint(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mis
 
 
 @contextmanager
-def otlp_endpoint() -> Iterator[Endpoint]:
+def otlp_endpoint(host: str = "127.0.0.1") -> Iterator[Endpoint]:
     endpoint = Endpoint()
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(endpoint, server)
-    endpoint.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    port = server.add_insecure_port(f"{host}:0")
+    endpoint.url = f"http://127.0.0.1:{port}"
     server.start()
     try:
         yield endpoint

@@ -1,0 +1,132 @@
+"""``kvbus engine``: one vLLM engine in the foreground, drained before it is stopped.
+
+The one rule: a first SIGTERM or Ctrl-C lets the engine finish what it has; a second one does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbus.bus import NatsBus
+from kvbus.config import Config
+from kvbus.errors import KVBusError
+from kvbus.local.cluster import EngineSpec, engine_command, engine_environment
+from kvbus.local.drain import drain
+from kvbus.local.model import check_model_dir
+from kvbus.messages import Role
+from kvbus.subjects import Subjects
+
+STOP_TIMEOUT_S = 15.0
+POLL_S = 0.2
+_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """What to run. ``engine_id`` must be new in the namespace; ``arguments`` go to vLLM."""
+
+    role: Role
+    model: Path
+    config: Config
+    engine_id: str
+    host: str
+    port: int
+    drain_s: float
+    arguments: Sequence[str] = ()
+
+
+def default_engine_id(role: Role) -> str:
+    """The role and this host's name, which in a container is the container's id."""
+    return f"{role.value}-{re.sub(r'[^A-Za-z0-9_-]', '-', socket.gethostname())[:100]}"
+
+
+def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
+    """Run until the engine ends, or is told to stop; returns an exit status.
+
+    Raises:
+        LocalClusterError: there is no model.
+    """
+    check_model_dir(plan.model)
+    spec = EngineSpec(
+        plan.engine_id,
+        plan.model,
+        plan.model.name,
+        {
+            "kv_connector": "KVBusConnector",
+            "kv_role": _ROLES[plan.role],
+            "engine_id": plan.engine_id,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"nats_url": plan.config.nats_url, "namespace": plan.config.namespace},
+        },
+        plan.arguments,
+    )
+    told = _Told()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, told)
+    say(f"engine {plan.engine_id}: {plan.role.value}, model {plan.model}, NATS {plan.config.nats_url}")
+    child = subprocess.Popen(
+        engine_command(spec, plan.host, plan.port), env={**engine_environment(spec), **os.environ}, process_group=0
+    )
+    while child.poll() is None:
+        if told.times:
+            _drain(plan, told, say)
+            _stop(child, say)
+            return 0
+        time.sleep(POLL_S)
+    say(f"engine {plan.engine_id} has ended by itself, status {child.returncode}; its output above says why")
+    return child.returncode if child.returncode > 0 else 1
+
+
+class _Told:
+    """How often a signal said to stop. A lock could be held by what the signal interrupts."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def __call__(self, *_: object) -> None:
+        self.times += 1
+
+
+def _drain(plan: EnginePlan, told: _Told, say: Callable[[str], None]) -> None:
+    """Return when the engine is empty, cannot be asked, or had its time; at once when told a second time."""
+
+    async def until_empty() -> None:
+        bus = NatsBus(plan.config.servers, "kvbus-drain")
+        draining = asyncio.create_task(drain(bus, Subjects(plan.config.namespace), plan.engine_id, plan.drain_s, say))
+        while not draining.done():
+            if told.times > 1:
+                say("told twice: stopping at once")
+                draining.cancel()
+            await asyncio.wait({draining}, timeout=POLL_S)
+        if not draining.cancelled():
+            draining.result()
+
+    say(f"draining {plan.engine_id}, at most {plan.drain_s:g} s; once more to stop at once")
+    try:
+        asyncio.run(until_empty())
+    except KVBusError as error:
+        say(f"not drained: {error}")
+
+
+def _stop(child: subprocess.Popen[Any], say: Callable[[str], None]) -> None:
+    child.terminate()
+    try:
+        child.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        say(f"the engine did not end within {STOP_TIMEOUT_S:g} s; killing it")
+    finally:
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        child.wait()
