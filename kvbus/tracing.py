@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import secrets
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,12 +30,14 @@ from opentelemetry.trace import (
 )
 
 from kvbus.bounded import BoundedDict
+from kvbus.metrics import OncePer
 from kvbus.otlp_json import resource_of
 from kvbus.spans import INTERNAL, PRODUCER, SERVER, Ids, SpanData
 
 logger = logging.getLogger(__name__)
 
 MAX_RESOURCES = 1024
+CLOSE_TIMEOUT_S = 2.0
 EXPORT_BATCH = 32  # a larger one stalls other threads: encoding holds the GIL
 _TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 _KINDS = {INTERNAL: SpanKind.INTERNAL, SERVER: SpanKind.SERVER, PRODUCER: SpanKind.PRODUCER}
@@ -88,6 +91,7 @@ class OtlpExport:
     """Sends spans to an OTLP endpoint, in small batches, from a thread of its own."""
 
     def __init__(self, exporter: SpanExporter) -> None:
+        self._exporter = exporter
         self._processor = BatchSpanProcessor(exporter, max_export_batch_size=EXPORT_BATCH)
         self._resources: BoundedDict[tuple[str, str], Resource] = BoundedDict(MAX_RESOURCES)
 
@@ -96,7 +100,13 @@ class OtlpExport:
             self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        self._processor.shutdown()  # type: ignore[no-untyped-call]
+        """Send what is left; bounded in time, also if nobody takes it."""
+        closing = threading.Thread(target=self._processor.shutdown, name="kvbus-export", daemon=True)
+        closing.start()
+        closing.join(CLOSE_TIMEOUT_S)
+        if closing.is_alive():
+            logger.warning("kvbus: the last spans could not be exported within %g s", CLOSE_TIMEOUT_S)
+            self._exporter.shutdown()  # ends its retries
 
     def _readable(self, span: SpanData) -> ReadableSpan:
         return ReadableSpan(
@@ -124,11 +134,24 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
     return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=False, trace_flags=_SAMPLED)
 
 
+class _Seldom(logging.Filter):
+    """An endpoint that is away is worth a line a minute, not several a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._once = OncePer()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self._once.due(record.msg)
+
+
 def export_from_environment() -> OtlpExport | None:
     """Where the ``OTEL_*`` variables say, None if they say nothing."""
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
     if not endpoint or os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
+    for name in ("grpc.exporter", "http.trace_exporter"):
+        logging.getLogger(f"opentelemetry.exporter.otlp.proto.{name}").addFilter(_Seldom())
     protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
     if protocol in (None, "", "grpc"):
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter

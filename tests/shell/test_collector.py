@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.fronts import SUBJECTS, TOKEN_EVENT, Front, fronted
 from support.waiting import eventually
 
 from kvbus.clocks import FRESH_NS, Clocks
+from kvbus.local.process import free_port
 from kvbus.marks import host_clock
 from kvbus.memory_bus import MemoryBus
 from kvbus.messages import ClockReply, MarkList, Marks, Role, encode
@@ -21,7 +26,7 @@ from kvbus.otlp_json import read_otlp
 from kvbus.spans import SpanData
 from kvbus.tools.view import problems, views_of
 from kvbus.trace_file import TraceFile
-from kvbus.tracing import OtlpExport, Sampler, export_from_environment, parse_traceparent
+from kvbus.tracing import CLOSE_TIMEOUT_S, OtlpExport, Sampler, export_from_environment, parse_traceparent
 from kvbus.ttft import MarkName
 
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -265,6 +270,60 @@ def test_spans_reach_an_exporter_as_they_are() -> None:
     assert (two.parent.span_id, two.context.span_id, two.context.trace_id) == (7, 8, 7)
     assert two.resource.attributes["service.name"] == "kvbus-prefill"
     assert two.resource.attributes["kvbus.engine"] == "P"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
+def test_an_endpoint_that_is_away_is_said_once_and_holds_nobody(
+    protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Jaeger down: spans are lost, requests and Ctrl-C are not."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+    export = export_from_environment()
+    assert export is not None
+    started = time.monotonic()
+    export.write([span(number) for number in range(1, 200)])
+    assert time.monotonic() - started < 0.5
+    export.close()
+    assert time.monotonic() - started < CLOSE_TIMEOUT_S + 2
+    assert "the last spans could not be exported within 2 s" in caplog.text
+    assert caplog.text.count("Transient error") <= 1
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """An OTLP endpoint over HTTP."""
+
+    names: ClassVar[list[str]] = []
+
+    def do_POST(self) -> None:
+        request = ExportTraceServiceRequest.FromString(self.rfile.read(int(self.headers["Content-Length"])))
+        spans = [each for found in request.resource_spans for scope in found.scope_spans for each in scope.spans]
+        assert self.path == "/v1/traces"
+        self.names.extend(each.name for each in spans)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_spans_go_over_http_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = HTTPServer(("127.0.0.1", 0), Receiver)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+        export = export_from_environment()
+        assert export is not None
+        export.write([span(number) for number in range(1, 41)])
+        export.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert Receiver.names == ["request"] * 40
 
 
 def test_no_endpoint_no_export(monkeypatch: pytest.MonkeyPatch) -> None:
