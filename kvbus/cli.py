@@ -139,6 +139,7 @@ def up(
         with cluster:
             say(f"ready: [bold]{cluster.url}/v1[/bold], model [bold]{cluster.served_name}[/bold]; Ctrl-C ends it")
             example = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20}'
+            say(f"look: kvbus trace (the last request), kvbus top --nats-url {cluster.nats_url}")
             say(f"try: curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{example}'")
             while True:
                 cluster.check()
