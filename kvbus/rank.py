@@ -42,7 +42,7 @@ MIN_POLL_S = 0.0002
 MAX_POLL_S = 0.005
 # Without word of a posted WRITE a notification is not expected; this finds it all the same if the word was lost.
 QUIET_POLL_S = 0.05
-# A new peer's first contact needs this end to progress; so it is polled for a while after one has appeared.
+# The first contact of two needs both of them to progress; so both poll for a while.
 GREETING_S = 2.0
 
 
@@ -321,6 +321,7 @@ class Rank:
             self._perform(self._matcher.apply(refused, now))
             return
         self._peer_tp[peer.engine] = peer.tp_size
+        self._greeting_until = now + GREETING_S
         self._leaving.pop(peer.engine, None)
         logger.info("kvbus: decode engine %s can be written to (%d blocks)", peer.engine, num_blocks)
         self._perform(self._matcher.apply(SinkJoined(peer.engine, peer.incarnation, num_blocks), now))

@@ -39,6 +39,8 @@ from .compat import check_internals
 
 logger = logging.getLogger(__name__)
 
+HELLO = b"kvbus: hello"
+
 INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
     "NixlBaseConnectorWorker": (
@@ -231,7 +233,8 @@ class NixlPlane:
         found: list[str] = []
         for notifications in self._upstream.nixl_wrapper.get_new_notifs().values():
             # Upstream appends its own world size to what it is told to send.
-            found += [raw.decode("utf-8", "replace").rpartition(":")[0] for raw in notifications]
+            heard = (raw for raw in notifications if raw != HELLO)
+            found += [raw.decode("utf-8", "replace").rpartition(":")[0] for raw in heard]
         return found
 
     def close(self) -> None:
@@ -273,9 +276,13 @@ class NixlPlane:
                 raise PeerRefusedError(engine, f"{name}: {getattr(ours, name)} here, {getattr(theirs, name)} there")
 
     def _connect(self, agent: str) -> None:
-        """Make contact now rather than at the first WRITE; not all backends need or know it."""
+        """Make contact now rather than at the first WRITE; not all backends need or know it.
+
+        UCX connects when something is sent, so something is.
+        """
         try:
             self._upstream.nixl_wrapper.make_connection(agent)
+            self._upstream.nixl_wrapper.send_notif(agent, HELLO)
         except Exception as error:  # noqa: BLE001 - as above; the first WRITE will tell
             logger.debug("kvbus: no connection ahead of time to %s: %s", agent, error)
 

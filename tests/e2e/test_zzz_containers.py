@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import time
 import urllib.request
@@ -46,6 +47,13 @@ def why_not() -> str:
         return "no Docker engine answers"
     missing = [image for image in images().values() if not docker("images", "-q", image, check=False).strip()]
     return f"no image {', '.join(missing)}; docker/README.md says how to build them" if missing else ""
+
+
+def own_address() -> str:
+    """Under which containers reach this host."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 def images() -> dict[str, str]:
@@ -103,8 +111,7 @@ def cluster() -> Iterator[Cluster]:
         pytest.skip(reason)
     ports = {name: str(free_port()) for name in ("PORT", "NATS_PORT", "NATS_MONITOR_PORT")}
     with otlp_endpoint("0.0.0.0") as endpoint:
-        gateway = docker("network", "inspect", "bridge", "--format", "{{(index .IPAM.Config 0).Gateway}}").strip()
-        otlp = f"http://{gateway}:{endpoint.url.rpartition(':')[2]}"
+        otlp = f"http://{own_address()}:{endpoint.url.rpartition(':')[2]}"
         environment = {**images(), **ports, "COMPOSE_PROFILES": "none", "OTLP_ENDPOINT": otlp}
         running = Cluster(f"http://127.0.0.1:{ports['PORT']}", environment, endpoint)
         try:

@@ -12,7 +12,7 @@ from kvbus.matcher import Matcher
 from kvbus.memory_transport import Fabric, MemoryTransport
 from kvbus.messages import LeaseEcho, Message, PrefillCompleted, Pulse, Registration, TransferFailed
 from kvbus.metrics import Counters, durations
-from kvbus.rank import AddPeer, Rank
+from kvbus.rank import AddPeer, Greet, Rank
 
 MAX_WRITE_S = 2.0
 
@@ -96,3 +96,29 @@ def test_how_long_a_match_waited_and_its_write_took_is_counted(driven: Driven) -
     driven.source.finish()
     driven.rank.poll()
     assert sorted(durations(driven.counters.snapshot())) == [("match_wait_decode", 1, 0.0), ("write", 1, 1.5)]
+
+
+@pytest.mark.parametrize("meeting", ["a new peer", "its metadata asked for"])
+def test_both_sides_of_a_first_contact_poll_for_a_while(meeting: str) -> None:
+    """S1: connecting needs both of them to progress, before there is any WRITE."""
+    fabric = Fabric()
+    source = MemoryTransport(fabric, "P")
+    clock = [100.0]
+    rank = Rank(
+        matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
+        transport=source,
+        rank=0,
+        ranks=1,
+        publish=lambda _, message: None,
+        introduce=lambda _: None,
+        clock=lambda: clock[0],
+        counters=Counters(),
+        marking=NoMarks(),
+    )
+    assert rank.poll() is None
+    peer = AddPeer("D", 7, 1, {0: MemoryTransport(fabric, "D").metadata})
+    rank.handle(peer if meeting == "a new peer" else Greet())
+    assert (wait_s := rank.poll()) is not None
+    assert wait_s <= 0.01
+    clock[0] += 10
+    assert rank.poll() is None
