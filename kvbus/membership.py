@@ -67,7 +67,7 @@ class Membership:
         """Members that do what is asked for, by engine id."""
         return [
             peer
-            for _, peer in sorted(self._peers.items())
+            for peer in self._peers.values()
             if (not prefill or peer.role.prefills)
             and (not decode or peer.role.decodes)
             and (not ready or peer.state is State.READY)
@@ -94,6 +94,7 @@ class Membership:
         self._peers[message.engine] = message
         self._deadlines.set(message.engine, now + self._dead_after_s)
         if known is None:
+            self._peers = dict(sorted(self._peers.items()))  # here, not in peers(), which is asked for each request
             changes.append(PeerJoined(message))
         elif _WORDS(known) != _WORDS(message):
             changes.append(PeerChanged(message))
