@@ -32,6 +32,7 @@ PING_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 1.0
 LAST_WORDS_S = 1.0
+LAST_CANCELS = 30  # at 0.1 s each
 MAX_OUTBOX = 1 << 16
 DEFAULT_MAX_PAYLOAD_BYTES = 1 << 20
 
@@ -194,11 +195,15 @@ class NatsBus:
             await asyncio.wait(tasks[-1:], timeout=LAST_WORDS_S)
         self._outbox.clear()
         # nats-py's publish, while it is blocked, takes a cancel for its end and returns: cancel until all have ended.
-        while pending := [task for task in tasks if not task.done()]:
+        for _ in range(LAST_CANCELS):
+            if not (pending := [task for task in tasks if not task.done()]):
+                break
             for task in pending:
                 task.cancel()
             await asyncio.wait(pending, timeout=0.1)
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if left := [task.get_name() for task in tasks if not task.done()]:
+            logger.warning("kvbus: left behind: %s", ", ".join(left))
+        await asyncio.gather(*(task for task in tasks if task.done()), return_exceptions=True)
 
     async def _add(self, subject: str, callback: Callback | None, handler: Handler | None) -> None:
         self._subscriptions.append((subject, callback, handler))

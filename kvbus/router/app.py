@@ -19,7 +19,7 @@ from kvbus.bus import NatsBus
 from kvbus.collector import Collector, SpanSink, Trace
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
-from kvbus.membership import Change, Membership, PeerLeft
+from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
 from kvbus.messages import (
     CancelAck,
     Heartbeat,
@@ -56,6 +56,7 @@ from kvbus.ttft import MarkName
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "5"
+ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
 MAX_REQUEST_ID_CHARS = 256
 
 
@@ -129,6 +130,9 @@ class Router:
             self._loads.forget(change.engine)
             for serving in list(self._servings.values()):
                 serving.engine_left(change.engine, change.incarnation, change.reason)
+        if isinstance(change, PeerJoined):
+            for serving in list(self._servings.values()):
+                serving.engine_is_back(change.heartbeat.engine, change.heartbeat.incarnation)
         for gate in self._gates.values():
             gate.admit()
 
@@ -154,7 +158,10 @@ class Router:
             if engine.model in answers:
                 continue
             try:
-                async with self._session.get(upstream.url_of(engine, request.path)) as got:
+                async with (
+                    asyncio.timeout(ASIDE_S),
+                    self._session.get(upstream.url_of(engine, request.path)) as got,
+                ):
                     answer = await upstream.whole(got)
             except upstream.LOST as failure:
                 failed = error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY)
@@ -171,10 +178,10 @@ class Router:
         if not engines:
             return _response(self._no_engine(body.get("model")))
         engine = min(engines, key=self._loads.decode)
+        headers = upstream.forwarded(request.headers)
         try:
-            return _response(
-                await upstream.post(self._session, engine, request.path, body, upstream.forwarded(request.headers))
-            )
+            async with asyncio.timeout(ASIDE_S):
+                return _response(await upstream.post(self._session, engine, request.path, body, headers))
         except upstream.LOST as failure:
             return _response(error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY))
 

@@ -99,6 +99,11 @@ class Serving:
         if self._stream is not None and (engine, incarnation) == key_of(self._flight.sink):
             self._stream.doubt()
 
+    def engine_is_back(self, engine: str, incarnation: int) -> None:
+        """Called for each engine that joins the bus: one that had lost the bus only goes on where it was."""
+        if self._stream is not None and (engine, incarnation) == key_of(self._flight.sink):
+            self._stream.trust()
+
     def transfer_lost(self, engine: str, attempt: int, why: str) -> None:
         """Called when a prefill engine says so of this request's transfer."""
         self._events.put_nowait(flying.TransferLost(engine, attempt, why))

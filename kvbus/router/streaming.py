@@ -49,6 +49,12 @@ class Stream:
         if self._patience is not None:
             self._patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
 
+    def trust(self) -> None:
+        """It is there again: it may take its time."""
+        self._doubtful = False
+        if self._patience is not None:
+            self._patience.reschedule(None)
+
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
             ready, self._held = whole_lines(self._held)

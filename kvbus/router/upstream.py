@@ -57,6 +57,8 @@ async def whole(answer: aiohttp.ClientResponse) -> Answer:
 
 
 def why(failure: BaseException) -> str:
+    if isinstance(failure, TimeoutError) and not str(failure):
+        return "it did not answer in time"
     return str(failure) or type(failure).__name__
 
 

@@ -11,6 +11,8 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
+from kvbus.router import app as router_app
+from kvbus.router import streaming
 from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
@@ -312,3 +314,39 @@ async def test_a_dead_engine_is_asked_once_until_it_is_heard_again() -> None:
         for number in range(12):
             await front.ask(user=str(number))
         assert len(front["D"].requests) > 1
+
+
+@pytest.mark.parametrize("returns", [True, False])
+async def test_an_engine_that_lost_the_bus_only_may_take_its_time_again(
+    returns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "SILENCE_S", 0.3)
+    async with fronted("P", "D") as front:
+        front["D"].stream = [TOKEN_EVENT, END]
+        front["D"].hold_rest.clear()
+        async with front.client.post("/v1/chat/completions", json={"model": "m", "stream": True}) as answer:
+            assert await answer.content.readany() == TOKEN_EVENT
+            await front.leave("D")
+            if returns:
+                front.beat("D", number=2)
+                await eventually(lambda: front.node.membership.get("D") is not None)
+                ended = asyncio.create_task(answer.content.read())
+                done, _ = await asyncio.wait([ended], timeout=0.6)
+                assert not done, "three times its silence"
+                front["D"].hold_rest.set()
+                assert await ended == END
+            else:
+                assert b"silent for 0.3 s" in await answer.content.read()
+                front["D"].hold_rest.set()
+
+
+async def test_a_frozen_engine_holds_no_client_that_asks_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_app, "ASIDE_S", 0.2)
+    async with fronted("P", "D") as front:
+        front["D"].hold.clear()
+        answer = await front.client.post("/tokenize", json={"model": "m", "prompt": "x"})
+        assert (answer.status, (await answer.json())["error"]["message"]) == (
+            502,
+            "decode engine D: it did not answer in time",
+        )
+        front["D"].hold.set()
