@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvbus.errors import PayloadTooLargeError
-from kvbus.messages import MAX_TEXT_CHARS, ClockReply, ClockRequest, Marks, Role
+from kvbus.fields import MAX_TEXT_CHARS
+from kvbus.messages import ClockReply, ClockRequest, Marks, Role
 from kvbus.node import Node
 from kvbus.ttft import MarkName
 

@@ -15,62 +15,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any, ClassVar, cast, get_type_hints
 
 import msgpack
 
 from kvbus.blocks import BlockRuns
 from kvbus.errors import MessageError
+from kvbus.fields import CHECK_OF_TYPE, MAX_BINARY_BYTES, MAX_RUNS, MAX_TEXT_CHARS
+from kvbus.fields import Echoes as Echoes
+from kvbus.fields import MarkList as MarkList
+from kvbus.fields import Pairs as Pairs
+from kvbus.fields import Role as Role
+from kvbus.fields import State as State
 
 WIRE_VERSION = 1
 
 FIRST_ATTEMPT = 1
 
 MAX_MESSAGE_BYTES = 8 << 20
-MAX_TEXT_CHARS = 512
-MAX_BINARY_BYTES = 4 << 20
-MAX_GROUPS = 64
-MAX_RUNS = 1 << 16
-MAX_BLOCKS = 1 << 20
-MAX_PAIRS = 64
-MAX_ECHOES = 1024
-MAX_MARKS = 1024
-_MAX_INT = (1 << 63) - 1
-
-
-class Role(StrEnum):
-    """What an engine does; ``BOTH`` is vLLM's ``kv_both``."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-    BOTH = "both"
-
-    @property
-    def prefills(self) -> bool:
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        return self is not Role.PREFILL
-
-
-class State(StrEnum):
-    """What an engine says of itself in its heartbeat."""
-
-    STARTING = "starting"
-    READY = "ready"
-    DRAINING = "draining"
-
-
-_ROLES = {role.value: role for role in Role}
-_STATES = {state.value: state for state in State}
-
-Pairs = tuple[tuple[str, str], ...]
-MarkList = tuple[tuple[int, str, int, str], ...]
-"""``(attempt, name, time in ns on the sender's monotonic clock, note)``: see :mod:`kvbus.ttft`."""
-Echoes = tuple[tuple[str, int, int, int], ...]
-"""``(prefill engine, its incarnation, rank, pulse number)``: see :mod:`kvbus.lease`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,130 +431,6 @@ def _is_required(field: dataclasses.Field[Any]) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _bad(name: str, value: object, wanted: str) -> MessageError:
-    return MessageError(f"{name}: {value!r:.80} is not {wanted}")
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
-        raise _bad(name, value, f"text of at most {MAX_TEXT_CHARS} characters")
-    return value
-
-
-def _role(name: str, value: object) -> Role:
-    role = _ROLES.get(value) if isinstance(value, str) else None
-    if role is None:
-        raise _bad(name, value, f"one of {', '.join(Role)}")
-    return role
-
-
-def _state(name: str, value: object) -> State:
-    state = _STATES.get(value) if isinstance(value, str) else None
-    if state is None:
-        raise _bad(name, value, f"one of {', '.join(State)}")
-    return state
-
-
-def _integer(name: str, value: object) -> int:
-    if type(value) is not int or not 0 <= value <= _MAX_INT:
-        raise _bad(name, value, f"an integer in 0..{_MAX_INT}")
-    return value
-
-
-def _number(name: str, value: object) -> float:
-    if type(value) not in (int, float) or not abs(cast(float, value)) < float("inf"):
-        raise _bad(name, value, "a finite number")
-    return float(cast(float, value))
-
-
-def _flag(name: str, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _bad(name, value, "a boolean")
-    return value
-
-
-def _binary(name: str, value: object) -> bytes:
-    if not isinstance(value, bytes) or len(value) > MAX_BINARY_BYTES:
-        raise _bad(name, value, f"at most {MAX_BINARY_BYTES} bytes")
-    return value
-
-
-def _sequence(name: str, value: object, limit: int, wanted: str) -> list[object] | tuple[object, ...]:
-    if not isinstance(value, list | tuple) or len(value) > limit:
-        raise _bad(name, value, wanted)
-    return value
-
-
-def _runs(name: str, value: object) -> BlockRuns:
-    wanted = f"block runs [[[first, count], ...], ...] of at most {MAX_BLOCKS} blocks"
-    groups: list[tuple[tuple[int, int], ...]] = []
-    total = 0
-    for group in _sequence(name, value, MAX_GROUPS, wanted):
-        runs: list[tuple[int, int]] = []
-        for run in _sequence(name, group, MAX_RUNS, wanted):
-            match run:
-                case (first, length) if type(first) is int and type(length) is int and _is_run(first, length):
-                    total += length
-                    runs.append((first, length))
-                case _:
-                    raise _bad(name, value, wanted)
-        if total > MAX_BLOCKS:
-            raise _bad(name, value, wanted)
-        groups.append(tuple(runs))
-    return tuple(groups)
-
-
-def _echoes(name: str, value: object) -> Echoes:
-    wanted = f"at most {MAX_ECHOES} echoes [engine, incarnation, rank, number]"
-    echoes: list[tuple[str, int, int, int]] = []
-    for item in _sequence(name, value, MAX_ECHOES, wanted):
-        engine, *numbers = _sequence(name, item, 4, wanted) or ("",)
-        if len(numbers) != 3:
-            raise _bad(name, value, wanted)
-        incarnation, rank, number = (_integer(name, each) for each in numbers)
-        echoes.append((_text(name, engine), incarnation, rank, number))
-    return tuple(echoes)
-
-
-def _marks(name: str, value: object) -> MarkList:
-    wanted = f"at most {MAX_MARKS} marks [attempt, name, time, note]"
-    marks: list[tuple[int, str, int, str]] = []
-    for item in _sequence(name, value, MAX_MARKS, wanted):
-        match _sequence(name, item, 4, wanted):
-            case (attempt, what, at_ns, note):
-                marks.append((_integer(name, attempt), _text(name, what), _integer(name, at_ns), _text(name, note)))
-            case _:
-                raise _bad(name, value, wanted)
-    return tuple(marks)
-
-
-def _is_run(first: int, length: int) -> bool:
-    return 0 <= first <= _MAX_INT and 0 < length <= MAX_BLOCKS
-
-
-def _pairs(name: str, value: object) -> Pairs:
-    pairs: list[tuple[str, str]] = []
-    for item in _sequence(name, value, MAX_PAIRS, f"at most {MAX_PAIRS} pairs"):
-        key, text = _sequence(name, item, 2, "a pair") if isinstance(item, list | tuple) and len(item) == 2 else ("", 0)
-        pairs.append((_text(name, key), _text(name, text)))
-    return tuple(pairs)
-
-
-_CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
-    str: _text,
-    int: _integer,
-    float: _number,
-    bool: _flag,
-    bytes: _binary,
-    Role: _role,
-    State: _state,
-    BlockRuns: _runs,
-    Pairs: _pairs,
-    Echoes: _echoes,
-    MarkList: _marks,
-}
-
-
 def _leaves(cls: type[Message]) -> list[type[Message]]:
     below = [leaf for sub in cls.__subclasses__() for leaf in _leaves(sub)]
     return below + ([cls] if cls.KIND else [])
@@ -600,7 +438,7 @@ def _leaves(cls: type[Message]) -> list[type[Message]]:
 
 _CHECKS: dict[type[Message], tuple[tuple[str, Callable[[str, object], object]], ...]] = {
     cls: tuple(
-        (field.name, _CHECK_OF_TYPE[hints[field.name]])
+        (field.name, CHECK_OF_TYPE[hints[field.name]])
         for hints in (get_type_hints(cls),)
         for field in dataclasses.fields(cls)
     )

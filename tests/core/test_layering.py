@@ -13,7 +13,20 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted([*(ROOT / "kvbus").rglob("*.py"), *(ROOT / "connector").rglob("*.py")])
 
 LAYERS = [
-    {"errors", "blocks", "subjects", "messages", "bounded", "config", "ttft", "story", "spans", "otlp_json", "clocks"},
+    {
+        "errors",
+        "blocks",
+        "subjects",
+        "fields",
+        "messages",
+        "bounded",
+        "config",
+        "ttft",
+        "story",
+        "spans",
+        "otlp_json",
+        "clocks",
+    },
     {"matching", "transfer", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
     {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "node", "marks", "rank", "writer"},
     {"source", "sink", "collector", "trace_file"},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus import messages
+from kvbus import fields, messages
 from kvbus.errors import MessageError
 from kvbus.messages import Heartbeat, Message, MetadataReply, Registration, Role, State, TransferDone, decode, encode
 
@@ -63,9 +63,9 @@ def test_unknown_fields_are_ignored() -> None:
         (wire(blocks=[[[1, 0]]]), "block runs"),
         (wire(blocks=[[[1]]]), "block runs"),
         (wire(blocks=[[[-1, 1]]]), "block runs"),
-        (wire(blocks=[[[0, messages.MAX_BLOCKS], [0, 1]]]), "block runs"),
+        (wire(blocks=[[[0, fields.MAX_BLOCKS], [0, 1]]]), "block runs"),
         (wire(blocks=[[]] * 65), "block runs"),
-        (wire(blocks=[[[0, 1]] * (messages.MAX_RUNS + 1)]), "not msgpack"),
+        (wire(blocks=[[[0, 1]] * (fields.MAX_RUNS + 1)]), "not msgpack"),
         (msgpack.packb({"v": 1, "k": "hb", **dataclasses.asdict(HEARTBEAT), "role": "king"}), "one of prefill"),
         (msgpack.packb({"v": 1, "k": "hb", **dataclasses.asdict(HEARTBEAT), "compat": [[1, 2]]}), "compat"),
     ],
