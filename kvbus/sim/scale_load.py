@@ -26,6 +26,7 @@ from kvbus.sim.scale_group import MODEL, SENT_HEADER, run_fast
 
 TIMEOUT_S = 30.0
 MAX_OUTSTANDING = 2000
+SESSIONS = 1024
 WINDOW_S = 60.0
 MAX_ERRORS = 10
 
@@ -87,13 +88,17 @@ class Load:
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
         self._chance = random.Random(plan.seed)
-        prompt = make_prompt(plan.prompt_blocks * TOKENS_PER_BLOCK, plan.seed)
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": plan.max_tokens, "stream": True}
-        self._body = json.dumps(body).encode()
+        # Each of another session: of prompts that begin alike the router makes one engine's.
+        self._bodies = [self._body(number) for number in range(SESSIONS)]
         self._windows: list[Seen] = []
         self._outstanding: set[asyncio.Task[None]] = set()
         self._errors: list[str] = []
         self._started = self._finished = 0
+
+    def _body(self, session: int) -> bytes:
+        prompt = make_prompt(self._plan.prompt_blocks * TOKENS_PER_BLOCK, SESSIONS * self._plan.seed + session)
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": self._plan.max_tokens, "stream": True}
+        return json.dumps(body).encode()
 
     async def run(self) -> None:
         plan = self._plan
@@ -143,7 +148,9 @@ class Load:
         sent = time.monotonic()
         headers = {SENT_HEADER: repr(sent), "Content-Type": "application/json"}
         try:
-            async with self._session.post(f"{base}/v1/completions", data=self._body, headers=headers) as answer:
+            async with self._session.post(
+                f"{base}/v1/completions", data=self._chance.choice(self._bodies), headers=headers
+            ) as answer:
                 first = await answer.content.readany()
                 came = time.monotonic()
                 if answer.status != 200:
