@@ -1,4 +1,7 @@
-"""Collects the marks of traced requests, makes spans of them and hands these on. A router's; lives in its event loop.
+"""Collects the marks of traced requests, makes spans of them and hands these on. Lives in a node's event loop.
+
+A router has one, and tells it when its requests begin and end. Where another router sends the requests, one by itself
+(``kvbus collect``) takes them from the marks alone, up to decode's first token.
 
 The one rule: spans are made when a request is over, in a thread of their own, from everybody's marks on one clock.
 """
@@ -21,10 +24,10 @@ from kvbus.marks import host_clock
 from kvbus.messages import ClockReply, ClockRequest, Marks
 from kvbus.metrics import OncePer
 from kvbus.node import Node
-from kvbus.spans import SpanData, Value, spans_of
+from kvbus.spans import Ids, SpanData, Value, spans_of
 from kvbus.story import path_of
 from kvbus.subjects import is_token
-from kvbus.tracing import Begun, Sampler, new_span_id
+from kvbus.tracing import Begun, Sampler, new_span_id, parse_traceparent
 from kvbus.ttft import OF_ENGINES, Mark, MarkName, Path
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ logger = logging.getLogger(__name__)
 MAX_TRACES = 8192
 MAX_MARKS = 2048  # of one trace
 MAX_WAITING = 1024  # traces that are to be made
+MAX_ADOPTED_S = 600.0
 LINGER_S = 0.5  # the last marks come a little after the request's end
 CLOCK_TIMEOUT_S = 1.0
 
@@ -53,6 +57,7 @@ class Trace:
     own: list[Mark] = field(default_factory=list)
     heard: list[Marks] = field(default_factory=list)
     marks: int = 0
+    ripe: bool = False
 
     def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "", at_s: float = 0.0) -> None:
         """``at_s`` is a time of the monotonic clock; without it, now."""
@@ -65,13 +70,17 @@ class Collector:
 
     Args:
         watch: told of each path, in the collecting thread.
+        adopts: takes requests that nobody has told it of; not to be used beside a router that collects.
     """
 
-    def __init__(self, node: Node, sinks: Sequence[SpanSink], watch: Callable[[Path], None]) -> None:
-        self._node, self._sinks, self._watch = node, sinks, watch
+    def __init__(
+        self, node: Node, sinks: Sequence[SpanSink], watch: Callable[[Path], None], *, adopts: bool = False
+    ) -> None:
+        self._node, self._sinks, self._watch, self._adopts = node, sinks, watch, adopts
         self._sampler = Sampler()
         self._traces: BoundedDict[str, Trace] = BoundedDict(MAX_TRACES)
         self._clocks = Clocks(host_clock())
+        self._over: BoundedDict[str, None] = BoundedDict(MAX_TRACES)
         self._asking: set[str] = set()
         self._room = threading.Semaphore(MAX_WAITING)
         self._once = OncePer()
@@ -100,7 +109,7 @@ class Collector:
         self._pool.shutdown()
 
     def _hear(self, message: Marks) -> None:
-        trace = self._traces.get(message.transfer_id)
+        trace = self._traces.get(message.transfer_id) or self._adopt(message)
         if trace is None or not is_token(message.engine):
             return
         trace.marks += len(message.marks)
@@ -111,6 +120,28 @@ class Collector:
         if self._clocks.is_stale(message.host, time.monotonic_ns()) and message.host not in self._asking:
             self._asking.add(message.host)
             self._node.spawn(self._ask_clock(message.engine, message.host), f"clock-of-{message.engine}")
+
+    def _adopt(self, message: Marks) -> Trace | None:
+        context = parse_traceparent(message.traceparent) if self._adopts else None
+        if context is None or message.transfer_id in self._over:
+            return None
+        ids = Ids(f"{context.trace_id:032x}", new_span_id(), f"{context.span_id:016x}")
+        trace = self._traces[message.transfer_id] = Trace(Begun(ids, True), {"kvbus.transfer_id": message.transfer_id})
+        self._look_again(message.transfer_id, time.monotonic() + MAX_ADOPTED_S)
+        return trace
+
+    def _look_again(self, transfer_id: str, until: float) -> None:
+        """Collect an adopted trace a while after decode's first token; without one, in the end."""
+        trace = self._traces.get(transfer_id)
+        if trace is None:
+            return
+        answered = any(name == MarkName.TOKEN for message in trace.heard for _, name, _, _ in message.marks)
+        if trace.ripe or time.monotonic() > until:
+            self._over[transfer_id] = None
+            self._collect(transfer_id)
+            return
+        trace.ripe = answered  # what others have still to say of it comes until the next look
+        asyncio.get_running_loop().call_later(2 * LINGER_S, self._look_again, transfer_id, until)
 
     async def _ask_clock(self, engine: str, host: str) -> None:
         try:

@@ -31,11 +31,12 @@ class Traced(NamedTuple):
     """A transfer whose request is sampled."""
 
     transfer_id: str
+    traceparent: str
 
 
 def traced(transfer_id: str, traceparent: str) -> Traced | None:
     """None if the W3C trace context says that the request is not sampled, or if there is none."""
-    return Traced(transfer_id) if traceparent[-1:] in _SAMPLED else None
+    return Traced(transfer_id, traceparent) if traceparent[-1:] in _SAMPLED else None
 
 
 class Marking(Protocol):
@@ -90,7 +91,8 @@ class Marker:
                 self._publish(what, marks[first : first + MAX_TOGETHER])
 
     def _publish(self, what: Traced, marks: list[tuple[int, str, int, str]]) -> None:
-        message = Marks(what.transfer_id, self._engine, self._role, self._rank, self._host, tuple(marks))
+        about = (what.transfer_id, self._engine, self._role, self._rank, self._host)
+        message = Marks(*about, tuple(marks), what.traceparent)
         try:
             self._node.publish(self._node.subjects.marks(self._engine), message)
         except PayloadTooLargeError:

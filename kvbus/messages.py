@@ -309,7 +309,10 @@ class DrainReply(Message):
 
 @dataclass(frozen=True, slots=True)
 class Marks(Message):
-    """What one process of an engine did for a traced transfer, and when. ``host`` names its monotonic clock."""
+    """What one process of an engine did for a traced transfer, and when.
+
+    ``host`` names its monotonic clock; ``traceparent`` is the one that the request came with.
+    """
 
     KIND = "marks"
 
@@ -319,6 +322,7 @@ class Marks(Message):
     rank: int
     host: str
     marks: MarkList
+    traceparent: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from random import Random
 from aiohttp import web
 
 from kvbus.bus import NatsBus
+from kvbus.collect import span_sinks
 from kvbus.collector import Collector, SpanSink, Trace
 from kvbus.config import Config
 from kvbus.errors import LocalClusterError
@@ -49,8 +50,6 @@ from kvbus.router.settings import Settings
 from kvbus.sink import PREFILL, OfPrefill
 from kvbus.spans import Value
 from kvbus.subjects import Subjects
-from kvbus.trace_file import TraceFile
-from kvbus.tracing import export_from_environment
 from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
@@ -293,16 +292,10 @@ async def run_router(config: Config, host: str, port: int, settings: Settings, t
         trace_file: keeps the last traces; further ones go where the ``OTEL_*`` variables say.
 
     Raises:
-        LocalClusterError: the port or the file cannot be used.
+        LocalClusterError: the port cannot be used.
+        TraceError: the file cannot be used.
     """
-    sinks: list[SpanSink] = []
-    if trace_file is not None:
-        try:
-            sinks.append(TraceFile(trace_file))
-        except OSError as failure:
-            raise LocalClusterError(f"kvbus: --trace-file {trace_file}: {failure.strerror}") from None
-    if (export := export_from_environment()) is not None:
-        sinks.append(export)
+    sinks = span_sinks(trace_file)
     node = Node(
         NatsBus(config.servers, "kvbus-router"),
         Subjects(config.namespace),

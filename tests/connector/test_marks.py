@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from support.fake_engine import Boot, FakeEngine, Request, legs
 from support.waiting import eventually_sync
 
+from kvbus.collector import Collector
 from kvbus.marks import Marker, NoMarks, Traced, host_clock, traced
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
 from kvbus.messages import Marks, Role
 from kvbus.node import Node
+from kvbus.spans import SpanData
 from kvbus.subjects import Subjects
-from kvbus.ttft import MarkName
+from kvbus.tools.view import problems, views_of
+from kvbus.ttft import MarkName, Outcome, Path, StageName
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = SAMPLED[:-1] + "0"
@@ -133,13 +136,53 @@ def test_a_receive_that_is_given_up_says_why(pair: tuple[FakeEngine, FakeEngine]
     assert next(note for *_, name, _, note in heard.marks if name == "given up")
 
 
+class Kept:
+    """A sink that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.spans: list[SpanData] = []
+
+    def write(self, spans: Sequence[SpanData]) -> None:
+        self.spans += spans
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_requests_of_another_router_are_collected_from_marks_alone(
+    pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, sampled: bool
+) -> None:
+    prefill, decode = pair
+    node = Node(MemoryBus(broker), SUBJECTS, name="collect", membership=Membership(), hears=())
+    kept, paths = Kept(), list[Path]()
+    collector = Collector(node, [kept], paths.append, adopts=True)
+    node.start()
+    try:
+        serve(prefill, decode, *traced_legs(SAMPLED if sampled else UNSAMPLED))
+        if sampled:
+            eventually_sync(lambda: kept.spans)
+    finally:
+        node.close()
+        collector.close()
+    assert len(paths) == sampled
+    if sampled:
+        [view] = views_of(kept.spans)
+        assert problems(view) == []
+        assert (view.trace_id, view.root.parent_id if view.root else "") == (SAMPLED[3:35], SAMPLED[36:52])
+        assert paths[0].outcome is Outcome.PUSHED
+        assert [stage.name for stage in view.stages] == [
+            name for name in StageName if name not in (StageName.LOST, StageName.DECODE_QUEUE, StageName.DECODE_COMPUTE)
+        ]
+
+
 def test_many_marks_of_one_transfer_go_in_several_messages(broker: MemoryBroker, heard: Heard) -> None:
     node = Node(MemoryBus(broker), SUBJECTS, name="n", membership=Membership())
     marker = Marker(node, "P", Role.PREFILL)
     node.start()
     try:
         for number in range(3000):
-            marker.mark(Traced("t"), MarkName.POSTED, number, at_s=1.0 + number)
+            marker.mark(Traced("t", SAMPLED), MarkName.POSTED, number, at_s=1.0 + number)
         eventually_sync(lambda: len(heard.names) == 3000)
     finally:
         node.close()
@@ -152,7 +195,7 @@ def test_marks_wait_while_the_bus_is_away(broker: MemoryBroker, heard: Heard) ->
     try:
         with broker.down():
             eventually_sync(lambda: not node.bus.connected)
-            marker.mark(Traced("t"), MarkName.PREFILL_ARRIVED)
+            marker.mark(Traced("t", SAMPLED), MarkName.PREFILL_ARRIVED)
         eventually_sync(lambda: heard.names == ["prefill arrived"])
     finally:
         node.close()

@@ -29,7 +29,7 @@ LAYERS = [
     },
     {"matching", "transfer", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
     {"metrics", "bus", "memory_bus", "transport", "memory_transport", "tracing", "node", "marks", "rank", "writer"},
-    {"source", "sink", "collector", "trace_file"},
+    {"source", "sink", "collector", "trace_file", "collect"},
     {"router", "local", "sim"},
     {"tools"},
     {"cli", "__main__"},

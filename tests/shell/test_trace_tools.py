@@ -101,6 +101,9 @@ def test_a_report_over_files() -> None:
         (("trace", EARLY, "--svg", "picture.xyz"), "picture.xyz: cannot be written"),
         (("trace", EARLY, "--svg", "/no/such/folder/x.svg"), "/no/such/folder/x.svg: cannot be written"),
         (("report", RECORDED.parent / "README.md"), "README.md, line 1: not JSON"),
+        (("collect", "--nats-url", "nats://h"), "collect: nowhere to send traces: set OTEL_EXPORTER_OTLP_ENDPOINT"),
+        (("collect", "--nats-url", "nats://h", "--trace-file", "/dev/null/x"), "--trace-file /dev/null/x: "),
+        (("collect", "--nats-url", "h"), "nats_url='h'; allowed: a URL such as nats://host:4222"),
         (("report", "/dev/null"), "/dev/null: there are no spans in it"),
     ],
 )
