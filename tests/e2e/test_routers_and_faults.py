@@ -310,6 +310,4 @@ async def test_an_engine_in_the_foreground_joins_serves_and_is_drained_when_stop
     finally:
         del cluster.engines["decode-by-hand"]
         child.stop()
-    log = child.log.read_text()
-    assert "decode-by-hand is drained" in log
-    assert child.returncode == 0
+    assert "decode-by-hand is drained" in child.log.read_text()

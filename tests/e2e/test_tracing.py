@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = 50
 ROUNDS = 4
-PUSHED = [name for name in StageName if name not in (StageName.LOST, StageName.DECODE_COMPUTE)]
+PUSHED = [name for name in StageName if name not in (StageName.LOST, StageName.DECODE_QUEUE, StageName.DECODE_COMPUTE)]
 
 
 @dataclass(frozen=True, slots=True)
