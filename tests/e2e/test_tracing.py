@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from support.waiting import eventually
 
 from kvbus.local.cluster import Cluster
 from kvbus.local.load import completion_body, make_prompt, read_events
-from kvbus.spans import SpanData
+from kvbus.spans import STREAM, SpanData
 from kvbus.tools.report import quantile
 from kvbus.tools.sources import read_files
 from kvbus.tools.view import TraceView, problems, views_of
@@ -74,15 +75,14 @@ async def test_the_stages_of_fifty_requests_add_up_to_what_the_client_saw(traced
         ttft_ms = [1e3 * await ask(session, cluster, number) for number in range(REQUESTS)]
 
     def whole() -> dict[str, TraceView]:
-        views = views_of(endpoint.spans)
-        named = {
-            str(view.about("kvbus.request_id", "")): view for view in views if len(of_vllm(list(view.others))) == 2
-        }
-        return {
-            name: view
-            for name, view in named.items()
-            if name.startswith("request-") and not name.startswith("request--")
-        }
+        """Those that have come whole: they are exported in order, and a batch may end in the midst of one."""
+        found: dict[str, TraceView] = {}
+        for view in views_of(endpoint.spans):
+            name, others = str(view.about("kvbus.request_id", "")), list(view.others)
+            is_last = any(span.name == STREAM for span in others)
+            if is_last and len(of_vllm(others)) == 2 and re.fullmatch(r"request-\d+", name):
+                found[name] = view
+        return found
 
     await eventually(lambda: len(whole()) == REQUESTS, 30)
     worst_ms, worst_percent, late = 0.0, 0.0, []
@@ -102,8 +102,9 @@ async def test_the_stages_of_fifty_requests_add_up_to_what_the_client_saw(traced
     late.sort()
     print(f"\n{REQUESTS} requests: the client's TTFT less the sum of its stages: p50 {late[len(late) // 2]:.2f} ms,")
     print(f"worst {worst_ms:.2f} ms, worst {worst_percent:.2f} % of its TTFT")
-    assert late[len(late) // 2] < 2.0
-    assert worst_ms < 25.0
+    usual_ms = sorted(ttft_ms)[REQUESTS // 2]  # a slow machine is slow before and behind the router, too
+    assert late[len(late) // 2] < max(2.0, 0.02 * usual_ms)
+    assert worst_ms < max(25.0, 0.1 * usual_ms)
 
 
 @pytest.mark.timeout(600)
