@@ -15,7 +15,7 @@ from kvbus import __version__
 from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError
 from kvbus.tools import live_commands, trace_commands
-from kvbus.tools.guard import clear_errors, err, say
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, run, say
 
 BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
@@ -27,8 +27,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
-Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
 Port = Annotated[int, typer.Option(help="The router's port.", min=1, max=65535)]
 ModelDir = Annotated[Path | None, typer.Option("--model", help="A model's folder. Default: SmolLM2-135M-Instruct.")]
 
@@ -205,7 +203,7 @@ def drain(
         check_token("ENGINE", engine)
         config = Config(nats_url=nats_url, namespace=namespace)
         bus = NatsBus(config.servers, "kvbus-drain")
-        asyncio.run(drain_engine(bus, Subjects(config.namespace), engine, timeout, say))
+        run(drain_engine(bus, Subjects(config.namespace), engine, timeout, say))
 
 
 @app.command()
@@ -402,7 +400,7 @@ def scale(
 
 
 trace_commands.register(app)
-live_commands.register(app, clear_errors)
+live_commands.register(app)
 
 if __name__ == "__main__":
     app()

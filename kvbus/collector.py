@@ -162,8 +162,7 @@ class Collector:
         if not self._room.acquire(blocking=False):
             self._node.counters.add("traces_dropped")
         else:
-            marks = [*trace.own, *(mark for message in trace.heard for mark in self._marks_of(message))]
-            self._pool.submit(self._make, trace, marks)
+            self._pool.submit(self._make, trace)
 
     def _marks_of(self, message: Marks) -> list[Mark]:
         offset = self._clocks.offset(message.host)
@@ -177,9 +176,9 @@ class Collector:
             if name in OF_ENGINES
         ]
 
-    def _make(self, trace: Trace, marks: list[Mark]) -> None:
+    def _make(self, trace: Trace) -> None:
         try:
-            path = path_of(marks)
+            path = path_of([*trace.own, *(mark for message in trace.heard for mark in self._marks_of(message))])
             if path is None:
                 return
             self._watch(path)

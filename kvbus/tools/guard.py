@@ -1,17 +1,23 @@
-"""What every command does about errors and signals."""
+"""What every command does about errors and signals, and the options that most of them have."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
 from kvbus.errors import KVBusError
+
+T = TypeVar("T")
+
+NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
+Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
 
 err = Console(stderr=True)
 
@@ -37,3 +43,23 @@ def clear_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         say("stopped")
         raise typer.Exit(130) from None
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run it to its end; Ctrl-C and SIGTERM cancel it, since raised in whichever code runs at the moment they get lost.
+
+    Raises:
+        KeyboardInterrupt: it was cancelled so.
+    """
+
+    async def main() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await coroutine
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None

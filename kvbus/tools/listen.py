@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from kvbus.bus import Bus
 from kvbus.errors import BusUnavailableError, MessageError
 from kvbus.messages import Who, decode, encode
 from kvbus.subjects import Subjects
 from kvbus.tools.lines import Said, Undecodable
-
-T = TypeVar("T")
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_HEARD = 1 << 16
@@ -107,23 +103,3 @@ async def listening(
         except TimeoutError:
             raise BusUnavailableError(f"kvbus: no NATS server answers at {where}") from None
         yield ear
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end; Ctrl-C and SIGTERM cancel it, since raised in whichever code runs at the moment they get lost.
-
-    Raises:
-        KeyboardInterrupt: it was cancelled so.
-    """
-
-    async def main() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        return await coroutine
-
-    try:
-        return asyncio.run(main())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None

@@ -8,38 +8,35 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from kvbus.config import Config
 from kvbus.errors import ConfigError
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, run, say
 
 if TYPE_CHECKING:
     from kvbus.tools.traffic import Snapshot
 
-NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
-Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
 MAX_S = 86400.0
 
-err = Console(stderr=True)
 
-
-def register(app: typer.Typer, guard: Callable[[], AbstractContextManager[None]]) -> None:
-    """Add the commands to ``app``; ``guard`` turns errors and signals into a message and an exit status."""
+def register(app: typer.Typer) -> None:
+    """Add the commands to ``app``."""
 
     def guarded(command: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(command)
-        def run(**options: Any) -> None:
+        def guarded_command(**options: Any) -> None:
             if isinstance(sys.stdout, io.TextIOWrapper):
                 sys.stdout.reconfigure(errors="replace")  # bars and names of engines, where there is ASCII only
-            with guard():
+            with clear_errors():
                 command(**options)
 
-        return run
+        return guarded_command
 
     for command in (tap, top, pending):
         app.command()(guarded(command))
@@ -68,7 +65,6 @@ def tap(
     from kvbus.bus import NatsBus
     from kvbus.subjects import Subjects
     from kvbus.tools import lines, watch
-    from kvbus.tools.listen import run
 
     config = Config(nats_url=nats_url, namespace=namespace)
     subjects = Subjects(config.namespace)
@@ -83,7 +79,7 @@ def tap(
             typer.echo(lines.line(clock, subject.removeprefix(prefix), said))
 
     bus = NatsBus(config.servers, "kvbus-tap")
-    run(watch.tap(bus, subjects, selection, where=_shown(config), limit=limit, show=show, say=_say))
+    run(watch.tap(bus, subjects, selection, where=_shown(config), limit=limit, show=show, say=_plain))
 
 
 def top(
@@ -110,7 +106,6 @@ def top(
     from kvbus.bus import NatsBus
     from kvbus.subjects import Subjects
     from kvbus.tools import watch
-    from kvbus.tools.listen import run
     from kvbus.tools.picture import Picture
 
     config = Config(nats_url=nats_url, namespace=namespace)
@@ -159,14 +154,13 @@ def pending(
     from kvbus.bus import NatsBus
     from kvbus.subjects import Subjects
     from kvbus.tools import watch
-    from kvbus.tools.listen import run
     from kvbus.tools.picture import pending_table
 
     config = Config(nats_url=nats_url, namespace=namespace)
     _check_seconds("--for", listen_s)
     bus, subjects = NatsBus(config.servers, "kvbus-pending"), Subjects(config.namespace)
     if not err.is_terminal:
-        _say(f"listening for {listen_s:g} s")
+        _plain(f"listening for {listen_s:g} s")
     with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"listening for {listen_s:g} s", total=listen_s)
         rows, unkept = run(
@@ -182,7 +176,7 @@ def pending(
         typer.echo(json.dumps({"listened_s": listen_s, "pending": [asdict(row) for row in rows], "unkept": unkept}))
         return
     if unkept:
-        _say(f"{unkept} messages were not looked at: they were too many")
+        _plain(f"{unkept} messages were not looked at: they were too many")
     if rows:
         Console(highlight=False).print(pending_table(rows))
     else:
@@ -200,6 +194,6 @@ def _shown(config: Config) -> str:
     return ", ".join(without_credentials(server) for server in config.servers)
 
 
-def _say(text: str) -> None:
-    err.print(f"[dim]{time.strftime('%H:%M:%S')}[/dim]", end=" ", highlight=False)
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
+def _plain(text: str) -> None:
+    """Say what may hold brackets that are no markup."""
+    say(escape(text))

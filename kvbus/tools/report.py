@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from kvbus.tools.traffic import quantile
 from kvbus.tools.view import MS, TraceView
 from kvbus.ttft import Outcome, StageName
 
@@ -35,11 +36,6 @@ class Report:
     late_sides: tuple[Spread, ...]
     outcomes: dict[str, int]
     longest: dict[str, int]
-
-
-def quantile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, the one that at least ``share`` of them do not exceed."""
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def report_of(views: Iterable[TraceView]) -> Report:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvbus.tools.guard import clear_errors, say
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, run, say
 
 What = Annotated[
     str, typer.Argument(help="last, the beginning of a trace or transfer id, a request id, or a file of traces.")
@@ -127,8 +127,8 @@ def report(
 
 
 def collect(
-    nats_url: Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")],
-    namespace: Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")] = "default",
+    nats_url: NatsUrl,
+    namespace: Namespace = "default",
     trace_file: Annotated[Path | None, typer.Option(help="Keep the last traces in this file, as OTLP JSON.")] = None,
 ) -> None:
     """Make traces of requests that another router sends. (kvbus router does so by itself: do not run both.)
@@ -138,13 +138,11 @@ def collect(
 
     Example: [bold]OTEL_EXPORTER_OTLP_ENDPOINT=http://jaeger:4317 kvbus collect --nats-url nats://host:4222[/bold]
     """
-    import asyncio
-
     from kvbus.collect import run_collector
     from kvbus.config import Config
 
     with clear_errors():
-        asyncio.run(run_collector(Config(nats_url=nats_url, namespace=namespace), trace_file, say))
+        run(run_collector(Config(nats_url=nats_url, namespace=namespace), trace_file, say))
 
 
 def register(app: typer.Typer) -> None:

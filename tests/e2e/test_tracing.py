@@ -19,8 +19,8 @@ from support.waiting import eventually
 from kvbus.local.cluster import Cluster
 from kvbus.local.load import completion_body, make_prompt, read_events
 from kvbus.spans import STREAM, SpanData
-from kvbus.tools.report import quantile
 from kvbus.tools.sources import read_files
+from kvbus.tools.traffic import quantile
 from kvbus.tools.view import TraceView, problems, views_of
 from kvbus.tools.why import why
 from kvbus.ttft import StageName
