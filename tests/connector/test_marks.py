@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import pytest
 from support.fake_engine import Boot, FakeEngine, Request, legs
+from support.kept import Kept
 from support.waiting import eventually_sync
 
 from kvbus.collector import Collector
@@ -15,7 +16,6 @@ from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
 from kvbus.messages import Marks, Role
 from kvbus.node import Node
-from kvbus.spans import SpanData
 from kvbus.subjects import Subjects
 from kvbus.tools.view import problems, views_of
 from kvbus.ttft import MarkName, Outcome, Path, StageName
@@ -134,19 +134,6 @@ def test_a_receive_that_is_given_up_says_why(pair: tuple[FakeEngine, FakeEngine]
     prefill.close()
     eventually_sync(lambda: decode.step() is not None and "given up" in heard.names)
     assert next(note for *_, name, _, note in heard.marks if name == "given up")
-
-
-class Kept:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.spans: list[SpanData] = []
-
-    def write(self, spans: Sequence[SpanData]) -> None:
-        self.spans += spans
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("sampled", [True, False])

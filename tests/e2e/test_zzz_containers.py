@@ -21,6 +21,7 @@ from typing import Any
 import aiohttp
 import pytest
 from support.otlp import Endpoint, otlp_endpoint
+from support.waiting import eventually
 
 from kvbus.local.load import Prompt, run_load
 from kvbus.local.process import free_port
@@ -178,15 +179,14 @@ async def test_one_command_one_curl_one_trace(cluster: Cluster) -> None:
             said = (await answer.json())["choices"][0]["message"]["content"]
     print(f"answer: {said}")
     assert "Paris" in said
-    await asyncio.sleep(1.5)
-    told = cluster.compose("exec", "-T", "router", "kvbus", "trace", "last")
+    last = ("exec", "-T", "router", "kvbus", "trace", "last")
+    await eventually(lambda: "TTFT" in cluster.compose(*last, check=False), 30)
+    told = cluster.compose(*last)
     print(told)
     assert "prefill.compute" in told
     assert "decode.first_token" in told
     print(docker("stats", "--no-stream", "--format", "{{.Name}}  {{.MemUsage}}"))
-    deadline = time.monotonic() + 20
-    while not any(span.name == "llm_request" for span in cluster.endpoint.spans) and time.monotonic() < deadline:
-        await asyncio.sleep(0.2)
+    await eventually(lambda: any(span.name == "llm_request" for span in cluster.endpoint.spans), 20)
     spans: list[SpanData] = cluster.endpoint.spans
     views = [view for view in views_of(spans) if view.root is not None]
     assert views

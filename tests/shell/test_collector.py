@@ -15,6 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.fronts import SUBJECTS, TOKEN_EVENT, Front, fronted
+from support.kept import Kept
 from support.waiting import eventually
 
 from kvbus.clocks import FRESH_NS, Clocks
@@ -31,20 +32,6 @@ from kvbus.ttft import MarkName
 
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = CLIENTS[:-1] + "0"
-
-
-class Kept:
-    """A sink that keeps what it is given."""
-
-    def __init__(self) -> None:
-        self.spans: list[SpanData] = []
-        self.closed = False
-
-    def write(self, spans: Sequence[SpanData]) -> None:
-        self.spans += spans
-
-    def close(self) -> None:
-        self.closed = True
 
 
 def say(front: Front, engine: str, role: Role, transfer_id: str, marks: MarkList, host: str = "") -> None:
