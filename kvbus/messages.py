@@ -65,7 +65,8 @@ class Registration(_FromSink):
 
     ``blocks`` holds only those still to be filled, the prompt's last ones; ``request_id`` is the decode engine's.
     ``source_incarnation`` is that of the prefill engine it was sent to: only this one may write; 0 while it is unknown.
-    ``echoes`` and ``epoch``: see :mod:`kvbus.lease`. ``digest`` is of the prompt's token ids, empty if there are none.
+    ``echoes`` and ``epoch``: see :mod:`kvbus.lease`. ``digest`` is of the prompt's token ids and its LoRA adapter,
+    empty if there are neither.
     """
 
     KIND = "reg"
@@ -244,6 +245,7 @@ class Heartbeat(Message):
     ``queued_tokens`` are still to be computed here.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
+    ``data_parallel``: other ranks share the address; ``data_parallel_rank`` tells vLLM which one is meant.
     """
 
     KIND = "hb"
@@ -261,6 +263,8 @@ class Heartbeat(Message):
     requests: int = 0
     queued_tokens: int = 0
     compat: Pairs = ()
+    data_parallel: bool = False
+    data_parallel_rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,8 @@ _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Ro
 _SAMPLE = re.compile(r"(\d+)_(.+)", re.DOTALL)
 _RANDOM = re.compile(r"(.+)-[0-9a-f]{8}", re.DOTALL)
 _PROMPT = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
+# vLLM's instance ids: a time in ns, under Ray with the data parallel rank behind it.
+_INSTANCE = re.compile(r"(\d{1,18}|[1-8]\d{18})(?:_dp\d+)?", re.ASCII)
 
 
 MAX_NAME_CHARS = 256
@@ -63,14 +65,20 @@ def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
     return TransferName(base, base if sample == prompt == "0" else f"{base}#{sample}.{prompt}")
 
 
-def digest_of(token_ids: Sequence[int] | None, count: int) -> str:
-    """A digest of the first ``count`` token ids, which both engines must agree on; empty for a prompt of embeddings.
+def digest_of(request: Any, count: int) -> str:
+    """A digest of the first ``count`` of a request's token ids and of its LoRA adapter's name, which both engines must
+    agree on; of the name alone for a prompt of embeddings, and empty if there is none either.
 
-    It catches a router that mixes requests up, and parameters that were invented or replayed.
+    It catches a router that mixes requests up, and parameters that were invented or replayed: KV that one adapter
+    computed is never another's.
     """
-    if token_ids is None:
+    token_ids, lora = request.prompt_token_ids, getattr(request, "lora_request", None)
+    if token_ids is None and lora is None:
         return ""
-    return hashlib.blake2b(array("I", token_ids[:count]).tobytes(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(array("I", (token_ids or ())[:count]).tobytes(), digest_size=8)
+    if lora is not None:
+        digest.update(b"\0" + str(lora.lora_name).encode(errors="replace"))
+    return digest.hexdigest()
 
 
 def traceparent_of(request: Any) -> str:
@@ -104,23 +112,43 @@ def compat_of(vllm_config: Any, vllm_version: str, config: Config) -> Pairs:
     )
 
 
-def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbeat:
-    """The first heartbeat of this engine; the later ones differ in what changes.
+def incarnation_of(instance_id: str) -> int:
+    """A number from vLLM's ``instance_id``, the ns at which the configuration was made: all processes of one engine
+    share it, and a restarted one has a larger one. One that is no time gives a number too, but no later one."""
+    if match := _INSTANCE.fullmatch(instance_id):
+        return int(match[1])
+    return int.from_bytes(hashlib.blake2b(instance_id.encode(errors="replace"), digest_size=8).digest()) >> 1
 
-    The incarnation is vLLM's ``instance_id``, the ns at which the configuration was made: all processes of one engine
-    share it, and a restarted one has a larger one.
+
+def data_parallel_of(parallel: Any) -> tuple[bool, int]:
+    """Whether other data parallel ranks share this engine's HTTP port, and its number among them, which is what vLLM's
+    header ``X-data-parallel-rank`` takes.
+
+    In an engine of a dense model vLLM sets ``data_parallel_size`` to 1, since its ranks have nothing to do with each
+    other; ``elastic_ep_max_dp_size`` still says how many there are.
     """
+    ranks = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size or 1)
+    if ranks == 1 or parallel.data_parallel_external_lb:
+        return False, 0
+    return True, parallel.data_parallel_rank_local if parallel.data_parallel_hybrid_lb else parallel.data_parallel_index
+
+
+def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbeat:
+    """The first heartbeat of this engine; the later ones differ in what changes."""
     transfer = vllm_config.kv_transfer_config
     compat = compat_of(vllm_config, vllm_version, config)
+    data_parallel, rank = data_parallel_of(vllm_config.parallel_config)
     return Heartbeat(
         engine=transfer.engine_id,
-        incarnation=int(vllm_config.instance_id),
+        incarnation=incarnation_of(vllm_config.instance_id),
         number=0,
         role=role_of(transfer.kv_role),
         state=State.STARTING,
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         model=dict(compat)["model"],
         compat=compat,
+        data_parallel=data_parallel,
+        data_parallel_rank=rank,
     )
 
 

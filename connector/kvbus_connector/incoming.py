@@ -211,7 +211,7 @@ class Incoming:
             blocks=block_runs.to_runs(self._rules.clip(block_ids)),
             prompt_tokens=prompt_tokens,
             cached_tokens=prompt_tokens - external_tokens,
-            digest=digest_of(request.prompt_token_ids, prompt_tokens),
+            digest=digest_of(request, prompt_tokens),
             traceparent=traceparent_of(request),
         )
         incoming.stage = Stage.RECEIVING

@@ -93,7 +93,7 @@ class Outgoing:
                 **self._about(name, request_id),
                 blocks=runs,
                 tokens=request.num_computed_tokens,
-                digest=digest_of(request.prompt_token_ids, request.num_computed_tokens),
+                digest=digest_of(request, request.num_computed_tokens),
                 traceparent=traceparent_of(request),
             )
         )

@@ -20,7 +20,10 @@ KEEP_ALIVE_S = 3.0
 # Of the engine, not of the request: another engine may do better.
 _ENGINE_FAILED = frozenset({500, 502, 503, 504})
 _HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"})
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "content-type", "expect"}
+RANK_HEADER = "X-data-parallel-rank"
+# Ours to say.
+_OWN = {RANK_HEADER.lower()}
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "content-type", "expect"} | _OWN
 _NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}
 
 
@@ -66,6 +69,11 @@ def url_of(engine: Heartbeat, path: str) -> str:
     return f"http://{engine.address}{path}"
 
 
+def rank_of(engine: Heartbeat) -> dict[str, str]:
+    """The header by which a request reaches this very engine, where several share a port."""
+    return {RANK_HEADER: str(engine.data_parallel_rank)} if engine.data_parallel else {}
+
+
 async def post(
     session: aiohttp.ClientSession, engine: Heartbeat, path: str, leg: Any, headers: Mapping[str, str]
 ) -> Answer:
@@ -83,7 +91,8 @@ def post_leg(
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     """Post, and leave the reading to the caller. A large body goes out piece by piece, not in one go on the loop."""
     content = io.BytesIO(json.dumps(leg).encode())
-    return session.post(url_of(engine, path), data=content, headers={**headers, "Content-Type": "application/json"})
+    headers = {**headers, **rank_of(engine), "Content-Type": "application/json"}
+    return session.post(url_of(engine, path), data=content, headers=headers)
 
 
 LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)

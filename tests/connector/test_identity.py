@@ -9,7 +9,14 @@ from typing import Any
 import psutil
 import pytest
 from kvbus_connector.compat import VllmMismatchError, check_internals, check_version, check_vllm_config
-from kvbus_connector.identity import TransferName, listening_address, name_transfer
+from kvbus_connector.identity import (
+    TransferName,
+    data_parallel_of,
+    digest_of,
+    incarnation_of,
+    listening_address,
+    name_transfer,
+)
 
 from kvbus.errors import ConfigError
 from kvbus.router.legs import transfers_of
@@ -59,6 +66,60 @@ def test_ids_that_share_a_base_are_told_apart_when_an_id_is_given() -> None:
 @pytest.mark.parametrize("given", [5, "", None, ["t"]])
 def test_a_transfer_id_that_is_no_text_is_none(given: Any) -> None:
     assert name_transfer("chatcmpl-x-0123abcd", {"transfer_id": given}).transfer_id == "chatcmpl-x"
+
+
+def asked(tokens: list[int] | None, lora: str | None = None) -> Any:
+    return SimpleNamespace(prompt_token_ids=tokens, lora_request=lora and SimpleNamespace(lora_name=lora))
+
+
+def test_kv_of_one_adapter_is_not_taken_for_anothers() -> None:
+    """R4: the digest that both engines must agree on covers the adapter's name."""
+    digests = [digest_of(asked(tokens, lora), 3) for tokens in ([1, 2, 3], None) for lora in (None, "a", "b")]
+    assert len(set(digests)) == len(digests)
+    assert digests[3] == "", "an embedded prompt of the base model has nothing to compare"
+    assert digest_of(asked([1, 2, 3, 4], "a"), 3) == digests[1], "of the tokens that are sent only"
+    assert digest_of(SimpleNamespace(prompt_token_ids=[1, 2, 3]), 3) == digests[0]
+
+
+def test_every_instance_id_gives_an_incarnation() -> None:
+    """R17: under Ray it has the data parallel rank behind it."""
+    now = "1764590000123456789"
+    assert incarnation_of(now) == incarnation_of(f"{now}_dp3") == int(now)
+    for odd in ("", "a1b2c", "99999999999999999999", f"{now}_dpx", "١٢"):
+        assert 0 <= incarnation_of(odd) < 1 << 63
+        assert incarnation_of(odd) == incarnation_of(odd)
+    assert incarnation_of("a") != incarnation_of("b")
+
+
+@pytest.mark.parametrize(
+    ("changes", "shared"),
+    [
+        ({}, (False, 0)),
+        ({"data_parallel_size": 2, "elastic_ep_max_dp_size": 2, "data_parallel_index": 1}, (True, 1)),
+        ({"elastic_ep_max_dp_size": 4, "data_parallel_index": 3}, (True, 3)),
+        ({"elastic_ep_max_dp_size": 4, "data_parallel_index": 3, "data_parallel_external_lb": True}, (False, 0)),
+        (
+            {
+                "elastic_ep_max_dp_size": 4,
+                "data_parallel_index": 3,
+                "data_parallel_rank_local": 1,
+                "data_parallel_hybrid_lb": True,
+            },
+            (True, 1),
+        ),
+    ],
+)
+def test_a_data_parallel_rank_says_how_it_is_reached(changes: dict[str, Any], shared: tuple[bool, int]) -> None:
+    """R17: of a dense model, of one with experts; behind balancers of the user's own."""
+    parallel = {
+        "data_parallel_size": 1,
+        "elastic_ep_max_dp_size": 1,
+        "data_parallel_index": 0,
+        "data_parallel_rank_local": 0,
+        "data_parallel_external_lb": False,
+        "data_parallel_hybrid_lb": False,
+    }
+    assert data_parallel_of(SimpleNamespace(**parallel | changes)) == shared
 
 
 def test_the_http_address_is_found_among_the_ancestors_sockets() -> None:

@@ -107,25 +107,34 @@ class Front:
         self.cancels: list[Cancel] = []
         self.rebinds: list[Rebind] = []
         self.refuse: dict[str, list[str]] = {}
+        self._beats: dict[str, Heartbeat] = {}
 
     def __getitem__(self, name: str) -> FakeApi:
         return self.apis[name]
 
-    def beat(self, name: str, number: int = 1, **changes: Any) -> None:
+    def beat(self, name: str, number: int = 1, like: str = "", **changes: Any) -> None:
+        """``like``: an engine whose port it shares."""
         role = Role.PREFILL if name[0] in "PQR" else Role.DECODE
-        about = {"model": "m", "address": self.apis[name].address, "state": State.READY, **changes}
+        about = {"model": "m", "address": self.apis[like or name].address, "state": State.READY, **changes}
         heartbeat = Heartbeat(name, 1, number, role, tp_size=1, **about)
         self.broker.route(SUBJECTS.heartbeats(role, name), encode(heartbeat))
+        self._beats[name] = heartbeat
+
+    async def knows(self, *names: str) -> None:
+        """Wait until the router has heard the last heartbeats of these."""
+        await eventually(lambda: all(self.node.membership.get(name) == self._beats[name] for name in names))
 
     async def leave(self, name: str) -> None:
         self.broker.route(SUBJECTS.bye(name), encode(Bye(name, 1)))
         await eventually(lambda: self.node.membership.get(name) is None)
 
-    def ask(self, **body: Any) -> asyncio.Task[Any]:
-        """Post a completion; await the task for the answer, with its body read."""
+    def ask(
+        self, path: str = "/v1/chat/completions", headers: dict[str, str] | None = None, **body: Any
+    ) -> asyncio.Task[Any]:
+        """Post a request; await the task for the answer, with its body read."""
 
         async def post() -> Any:
-            answer = await self.client.post("/v1/chat/completions", json={"model": "m", **body})
+            answer = await self.client.post(path, json={"model": "m", **body}, headers=headers)
             answer.text = await answer.text()
             return answer
 
