@@ -1,7 +1,8 @@
-"""Fixtures of every layer."""
+"""Fixtures of every layer, and the run's last word: what was skipped, and how to get it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,3 +25,13 @@ def own_nats_server(tmp_path: Path) -> Iterator[NatsServer]:
     server = NatsServer(tmp_path)
     yield server
     server.stop()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """One line below pytest's own: a skip's reason says what it wants and how to get it."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter is not None else []
+    reasons = Counter(str(each.longrepr[2]).removeprefix("Skipped: ") for each in skipped)
+    if reasons:
+        told = "; ".join(f"{number} want {reason}" for reason, number in reasons.items())
+        reporter.write_line(f"{reasons.total()} tests were skipped: {told}")

@@ -220,7 +220,9 @@ def test_the_jobs_are_those_that_alerts_ask_for() -> None:
             assert re.sub(renamed["regex"], new, "vllm_kvbus_errors_total") == "vllm:kvbus_errors_total"
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool, which comes with Prometheus, is not on PATH")
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="promtool on the PATH (`apt-get install prometheus`, or any Prometheus)"
+)
 class TestPromtool:
     def check(self, *arguments: str | Path) -> None:
         done = subprocess.run(["promtool", *map(str, arguments)], capture_output=True, text=True, timeout=60)

@@ -45,9 +45,9 @@ def docker(*words: str, check: bool = True) -> str:
 
 def why_not() -> str:
     if shutil.which("docker") is None or not docker("version", "--format", "{{.Server.Version}}", check=False).strip():
-        return "no Docker engine answers"
+        return "a Docker engine that answers, with the images of docker/README.md"
     missing = [image for image in images().values() if not docker("images", "-q", image, check=False).strip()]
-    return f"no image {', '.join(missing)}; docker/README.md says how to build them" if missing else ""
+    return f"the images {', '.join(missing)} (docker/README.md says how to build them)" if missing else ""
 
 
 def own_address() -> str:
