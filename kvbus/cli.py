@@ -16,6 +16,7 @@ from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError
 from kvbus.tools import live_commands, trace_commands
 from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, run, say
+from kvbus.tools.options import number, seconds
 
 BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 
@@ -64,11 +65,11 @@ def router(
     namespace: Namespace = "default",
     max_in_flight: Annotated[int, typer.Option(help="Requests at once for each decode engine; others wait.")] = 512,
     max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
-    max_wait_s: Annotated[float, typer.Option(help="How long one may wait; after that the router answers 503.")] = 30,
+    max_wait_s: Annotated[float, seconds(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
-    body_timeout_s: Annotated[float, typer.Option(help="How long a client may take to send its request.")] = 60,
+    body_timeout_s: Annotated[float, seconds(help="How long a client may take to send its request.")] = 60,
     first_token_s: Annotated[
-        float, typer.Option(help="How long an engine may take for a stream's first token before another takes over.")
+        float, seconds(help="How long an engine may take for a stream's first token before another takes over.")
     ] = 600,
     max_takeovers: Annotated[
         int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
@@ -156,7 +157,7 @@ def engine(
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "0.0.0.0",
     port: Annotated[int, typer.Option(help="The port of its API.", min=1, max=65535)] = 8000,
-    drain_s: Annotated[float, typer.Option(help="How long it may take to finish when stopped, seconds.", min=0)] = 45.0,
+    drain_s: Annotated[float, seconds(help="How long it may take to finish when stopped, seconds.", min=0)] = 45.0,
 ) -> None:
     """Run one vLLM engine with kvbus's connector. Arguments after [bold]--[/bold] go to vLLM.
 
@@ -189,7 +190,7 @@ def drain(
     engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /health shows it.")],
     nats_url: NatsUrl,
     namespace: Namespace = "default",
-    timeout: Annotated[float, typer.Option(help="How long to wait until it is empty, seconds.", min=0.1)] = 300.0,
+    timeout: Annotated[float, seconds(help="How long to wait until it is empty, seconds.")] = 300.0,
 ) -> None:
     """Let an engine finish what it has and get nothing new, before it is stopped. Ends when the engine is empty.
 
@@ -223,8 +224,8 @@ def demo(model: ModelDir = None) -> None:
 
 @app.command()
 def soak(
-    minutes: Annotated[float, typer.Option(help="How long.", min=0.05)] = 1.0,
-    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 5.0,
+    minutes: Annotated[float, number(help="How long.", min=0.05)] = 1.0,
+    rate: Annotated[float, number(help="Requests per second.", min=0.1)] = 5.0,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     runs: Annotated[int, typer.Option(help="How many runs, each with engines booted anew.", min=1)] = 1,
@@ -269,7 +270,7 @@ def bench(
         "kvbus,push,pull"
     ),
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
-    rate: Annotated[float, typer.Option(help="Requests per second of the second workload.", min=0.1)] = 5.0,
+    rate: Annotated[float, number(help="Requests per second of the second workload.", min=0.1)] = 5.0,
     requests: Annotated[int, typer.Option(help="Requests of each workload in each round.", min=1)] = 60,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     decode_blocks: Annotated[int | None, typer.Option(help="Give decode only so many KV blocks.", min=1)] = None,
@@ -360,8 +361,8 @@ def sim(
         typer.echo(json.dumps({**figures, "took_s": round(took_s, 1), "counts": dict(account.counts)}))
         return
     table = Table("what", "how many", title=f"{account.transfers} transfers, seed {seed}, faults: {faults}, bus: {bus}")
-    for name, number in [*figures.items(), *account.counts.most_common()]:
-        table.add_row(name, f"{number:,}")
+    for what, how_many in [*figures.items(), *account.counts.most_common()]:
+        table.add_row(what, f"{how_many:,}")
     Console().print(table)
     say(f"no law was broken; {took_s:.0f} s")
 
@@ -369,8 +370,8 @@ def sim(
 @app.command()
 def scale(
     engines: Annotated[int, typer.Option(help="How many engines, half of them for prefill.", min=2)] = 64,
-    rate: Annotated[float, typer.Option(help="Requests per second.", min=0.1)] = 500.0,
-    minutes: Annotated[float, typer.Option(help="How long, after a warm-up of 10 s.", min=0.05)] = 10.0,
+    rate: Annotated[float, number(help="Requests per second.", min=0.1)] = 500.0,
+    minutes: Annotated[float, number(help="How long, after a warm-up of 10 s.", min=0.05)] = 10.0,
     processes: Annotated[int, typer.Option(help="Processes that the engines are dealt to.", min=1)] = 4,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer, 5 ms apart.", min=1)] = 4,
     seed: Annotated[int, typer.Option(help="Of arrival times and of what engines take.")] = 1,

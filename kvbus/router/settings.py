@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from kvbus.errors import ConfigError
@@ -12,7 +13,7 @@ class Settings:
     """See ``kvbus router --help``; ``takeover_s`` is no option. Seconds and MiB.
 
     Raises:
-        ConfigError: a value is not positive.
+        ConfigError: a value is not positive, or not finite.
     """
 
     max_in_flight: int = 512
@@ -28,6 +29,6 @@ class Settings:
         may_be_zero = ("max_queue", "max_takeovers", "takeover_s")
         for field in fields(self):
             value = getattr(self, field.name)
-            if value < 0 or (value == 0 and field.name not in may_be_zero):
+            if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
                 allowed = "zero or more" if field.name in may_be_zero else "more than zero"
                 raise ConfigError(field.name, value, allowed)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import signal
+import sys
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Annotated, Any, TypeVar
@@ -18,6 +21,8 @@ T = TypeVar("T")
 
 NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
 Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
+
+_OUTPUT_ENDED = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 err = Console(stderr=True)
 
@@ -40,9 +45,23 @@ def clear_errors() -> Iterator[None]:
     except KVBusError as error:
         err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OUTPUT_ENDED:
+            raise
+        raise typer.Exit(_output_ended(error)) from None
     except KeyboardInterrupt:
         say("stopped")
         raise typer.Exit(130) from None
+
+
+def _output_ended(error: OSError) -> int:
+    """The exit status when standard output takes nothing more; whoever closed a pipe has read what it wanted."""
+    # What is still buffered would fail once more, with a traceback, when the interpreter flushes it.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        return 128 + signal.SIGPIPE
+    err.print(f"kvbus: standard output: {os.strerror(error.errno or 0)}", style="red", markup=False, highlight=False)
+    return 1
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
