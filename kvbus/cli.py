@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.console import Console
 from kvbus import __version__
 from kvbus.config import REGISTRATIONS, Config
 from kvbus.errors import ConfigError
+from kvbus.signals import run
 from kvbus.tools import live_commands, trace_commands
-from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, run, say
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, say, until_told
 from kvbus.tools.options import number, seconds
 
 BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
@@ -74,11 +74,21 @@ def router(
     max_takeovers: Annotated[
         int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
     ] = 3,
+    notice_s: Annotated[
+        float, seconds(help="Once told to stop, how long it goes on taking requests: balancers must notice.", min=0)
+    ] = 5,
+    grace_s: Annotated[
+        float, seconds(help="Once told to stop, how long running requests may take until they are broken off.", min=0)
+    ] = 45,
+    max_connections: Annotated[int, typer.Option(help="Clients' connections; further ones get 503.", min=1)] = 4096,
     trace_file: Annotated[
         Path | None, typer.Option(help="Keep the last traces (32 to 64 MiB of them) in this file, as OTLP JSON.")
     ] = None,
 ) -> None:
     """Run the router alone: an OpenAI API in front of the engines that it finds on the bus.
+
+    SIGTERM drains it: not ready at once, no new connections after --notice-s, running requests end, status 0. Ctrl-C
+    does so without the notice. A second one breaks off what runs: status 143 or 130.
 
     Traces also go where the standard variables say, such as OTEL_EXPORTER_OTLP_ENDPOINT=http://jaeger:4317;
     OTEL_TRACES_SAMPLER=parentbased_traceidratio and OTEL_TRACES_SAMPLER_ARG=0.01 sample one request in a hundred.
@@ -87,7 +97,7 @@ def router(
     """
     import uvloop
 
-    from kvbus.router.app import run_router
+    from kvbus.router.running import run_router
     from kvbus.router.settings import Settings
 
     _log(logging.INFO)
@@ -101,8 +111,12 @@ def router(
             max_body_mib=max_body_mib,
             first_token_s=first_token_s,
             max_takeovers=max_takeovers,
+            notice_s=notice_s,
+            grace_s=grace_s,
+            max_connections=max_connections,
         )
-        uvloop.run(run_router(config, host, port, settings, trace_file))
+        status = uvloop.run(run_router(config, host, port, settings, trace_file))
+    raise typer.Exit(status)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -140,9 +154,10 @@ def up(
             example = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20}'
             say(f"look: kvbus trace (the last request), kvbus top --nats-url {cluster.nats_url}")
             say(f"try: curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{example}'")
-            while True:
-                cluster.check()
-                time.sleep(0.5)
+            with until_told():
+                while True:
+                    cluster.check()
+                    time.sleep(0.5)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
@@ -218,7 +233,7 @@ def demo(model: ModelDir = None) -> None:
         cluster = Cluster(_model(model), _run_folder(), arguments=["--max-model-len", "2048"], say=say)
         with cluster:
             say(f"ready after {time.monotonic() - started:.0f} s")
-            asyncio.run(run_demo(cluster, Console()))
+            run(run_demo(cluster, Console()))
         say("done; nothing is left running")
 
 
@@ -244,16 +259,16 @@ def soak(
     with clear_errors():
         folder = model if model is not None else tiny(cache_dir() / "tiny-qwen3")
         bad = False
-        for run in range(runs):
+        for turn in range(runs):
             plan = Soak(minutes, rate, prompt_tokens, max_tokens, pin, seed)
-            outcome = asyncio.run(run_soak(folder, _run_folder(), plan, say))
+            outcome = run(run_soak(folder, _run_folder(), plan, say))
             bad = bad or outcome.stalled or bool(outcome.figures.failed or outcome.figures.wrong)
             if json_output:
                 typer.echo(as_json(outcome))
             else:
                 got = outcome.figures
                 typer.echo(
-                    f"run {run + 1}/{runs}: {got.requests} requests, {got.failed} failed, {got.wrong} wrong, "
+                    f"run {turn + 1}/{runs}: {got.requests} requests, {got.failed} failed, {got.wrong} wrong, "
                     f"{'STALLED' if outcome.stalled else 'no stall'}; TTFT p50 {got.ttft_p50:.0f} ms, p90 "
                     f"{got.ttft_p90:.0f}, max {got.ttft_max:.0f}; TPOT p50 {got.tpot_p50:.1f} ms; "
                     f"hand-off p50 {outcome.hand_off_p50_ms:.1f} ms; memory "
@@ -390,7 +405,7 @@ def scale(
 
     with clear_errors():
         plan = Scale(engines, rate, minutes, min(processes, engines), max_tokens=max_tokens, seed=seed)
-        outcome = asyncio.run(run_scale(plan, _run_folder(), say))
+        outcome = run(run_scale(plan, _run_folder(), say))
     if json_output:
         typer.echo(as_json(outcome))
         return

@@ -100,6 +100,11 @@ class Collector:
         if transfer_id in self._traces:
             asyncio.get_running_loop().call_later(LINGER_S, self._collect, transfer_id)
 
+    async def settle(self) -> None:
+        """Let the last marks of requests that have ended come, if there are such."""
+        if self._traces:
+            await asyncio.sleep(LINGER_S)
+
     def close(self) -> None:
         """Hand on what is there. Blocks until it is, or until the sinks give up."""
         for transfer_id in list(self._traces):

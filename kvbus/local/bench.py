@@ -35,6 +35,7 @@ from kvbus.local.load import (
 )
 from kvbus.local.process import free_port, stop_all
 from kvbus.router.legs import new_transfer_id
+from kvbus.signals import run
 
 ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
 ARGUMENTS = ("--max-model-len", "4096", "--seed", "1", "--no-enable-prefix-caching")
@@ -86,13 +87,11 @@ def run_bench(
             say(f"round {number + 1}/{rounds}: {arm}")
             with _boot(arm, model, folder, say, decode_blocks) as (stream, decode):
                 warm = [make_prompt(loads[0].prompt_tokens, 9_000 + index) for index in range(WARM_UP)]
-                asyncio.run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
+                run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
                 for load in loads:
                     before = _preemptions(decode)
                     prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
-                    shots = asyncio.run(
-                        run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number)
-                    )
+                    shots = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
                     preempted = _preemptions(decode) - before
                     results.append(Result(arm, load.name, number, figures(shots), preempted))
                     say(f"  {load.name}: {_line(results[-1].figures)}, {preempted} preemptions on decode")

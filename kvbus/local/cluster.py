@@ -25,6 +25,8 @@ from kvbus.messages import State
 HOST = "127.0.0.1"
 BOOT_TIMEOUT_S = 600.0
 TRACES = "traces.jsonl"
+ROUTER = "router"
+GRACE_S = 8  # of the router: less than what children get, so that it breaks off in good order what does not end
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -197,10 +199,14 @@ class Cluster:
             child.check()
 
     def close(self) -> None:
-        """End every process; idempotent."""
+        """End every process, each while those that it needs are still there; idempotent."""
         if hasattr(self, "observer"):
             self.observer.close()
-        stop_all(self._children)
+        nats = [self.nats.child] if self.nats is not None else []
+        routers = [child for child in self._children if child.name == ROUTER]
+        engines = [child for child in self._children if child not in (*nats, *routers)]
+        for wave in (routers, engines, nats):
+            stop_all(wave)
         self._children.clear()
 
     def start_engine(self, name: str) -> Engine:
@@ -250,8 +256,8 @@ class Cluster:
             for number in range(count):
                 self.start_engine(f"{kind}-{number}")
         router = [sys.executable, "-m", "kvbus", "router", "--nats-url", self.nats_url, "--port", str(self.port)]
-        router += ["--trace-file", str(self.trace_file)]
-        self.router = Child("router", router, self.logs)
+        router += ["--trace-file", str(self.trace_file), "--notice-s", "0", "--grace-s", str(GRACE_S)]
+        self.router = Child(ROUTER, router, self.logs)
         self._children.append(self.router)
         self.wait_ready()
 
@@ -259,7 +265,7 @@ class Cluster:
         """Wait until every engine and the router serve."""
         names = list(self.engines)
         wait_until(
-            lambda: all(self.is_ready(name) for name in names) and is_healthy(self.port, "/ready"),
+            lambda: all(self.is_ready(name) for name in names) and is_healthy(self.port, "/ready?pairs=1"),
             self._children,
             f"booting {len(names)} engines and the router",
             self.say,

@@ -17,9 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from kvbus.errors import LocalClusterError
+from kvbus.signals import SIGNALS
 
 TERM_TIMEOUT_S = 10.0
 TAIL_LINES = 30
+POLL_S = 0.02
 
 
 class Child:
@@ -32,6 +34,7 @@ class Child:
 
     def __init__(self, name: str, command: Sequence[str], logs: Path, env: Mapping[str, str] | None = None) -> None:
         self.name, self.log = name, logs / f"{name}.log"
+        self._asked = False
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "kvbus.local.child", *command],
@@ -50,6 +53,11 @@ class Child:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def status(self) -> int:
+        """Its exit status, waited for."""
+        return self._process.wait()
+
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
@@ -67,24 +75,31 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
-    def stop(self, timeout_s: float = TERM_TIMEOUT_S) -> None:
-        """End the group: ask the child, then kill what is left of the group. Idempotent."""
-        if self.alive:
+    def ask_to_end(self) -> None:
+        """One SIGTERM, to the child alone: it tells its own children; told twice it would not end in order."""
+        if self.alive and not self._asked:
+            self._asked = True
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout_s)
+
+    def kill(self) -> None:
+        """End what is left of the group."""
         self.signal(signal.SIGKILL)
         self._process.wait()
 
+    def stop(self, timeout_s: float = TERM_TIMEOUT_S) -> None:
+        """Ask the child to end, wait, then kill what is left of the group. Idempotent."""
+        stop_all([self], timeout_s)
 
-def stop_all(children: Sequence[Child]) -> None:
-    """End all of them side by side, the last started first."""
-    for child in reversed(children):
-        if child.alive:
-            child.signal(signal.SIGTERM)
-    deadline = time.monotonic() + TERM_TIMEOUT_S
-    for child in reversed(children):
-        child.stop(max(0.1, deadline - time.monotonic()))
+
+def stop_all(children: Sequence[Child], timeout_s: float = TERM_TIMEOUT_S) -> None:
+    """End all of them side by side. Whoever has not ended in time, or when we are told a second time, is killed."""
+    for child in children:
+        child.ask_to_end()
+    deadline = time.monotonic() + timeout_s
+    while any(child.alive for child in children) and time.monotonic() < deadline and not SIGNALS.hurry:
+        time.sleep(POLL_S)
+    for child in children:
+        child.kill()
 
 
 def free_port() -> int:

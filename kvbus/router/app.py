@@ -10,17 +10,12 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
 from random import Random
 
 from aiohttp import web
 
-from kvbus.bus import NatsBus
-from kvbus.collect import span_sinks
 from kvbus.collector import Collector, SpanSink, Trace
-from kvbus.config import Config
-from kvbus.errors import LocalClusterError
-from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
+from kvbus.membership import Change, PeerJoined, PeerLeft
 from kvbus.messages import (
     CancelAck,
     Heartbeat,
@@ -34,22 +29,23 @@ from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.router import upstream
 from kvbus.router.answers import BAD_GATEWAY, NOT_FOUND, UNAVAILABLE, Answer, error
-from kvbus.router.choose import Choice, is_usable, pairs
+from kvbus.router.choose import Choice, is_usable
 from kvbus.router.errors import in_openais_form
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
+from kvbus.router.in_flight import InFlight
 from kvbus.router.job import Job
 from kvbus.router.legs import Body, must_be_alone, new_transfer_id
 from kvbus.router.loads import Loads
 from kvbus.router.meters import CONTENT_TYPE, Meters
 from kvbus.router.models import merge_models
+from kvbus.router.readiness import Readiness, readiness_of
 from kvbus.router.reading import BadRequestError, read_body
 from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
 from kvbus.sink import PREFILL, OfPrefill
 from kvbus.spans import Value
-from kvbus.subjects import Subjects
 from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
@@ -76,6 +72,10 @@ class Router:
         self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
         self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
         self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
+        self.in_flight = InFlight()
+        self._bus_changed_at = time.monotonic()
+        node.watch_bus(self._on_bus)
+        self._meters.watch_readiness(lambda: self.readiness().ready, lambda: len(self.readiness().lacking))
         self._gates: dict[str, Gate] = {}
         self._servings: dict[str, Serving] = {}
         self._meters.watch(lambda: len(self._servings), lambda: sum(gate.queued for gate in self._gates.values()))
@@ -85,7 +85,10 @@ class Router:
         node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck, *PREFILL), self._on_ack)
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._settings.max_body_mib << 20, middlewares=[in_openais_form])
+        app = web.Application(
+            client_max_size=self._settings.max_body_mib << 20, middlewares=[self.in_flight.watch, in_openais_form]
+        )
+        app.on_response_prepare.append(self.in_flight.on_prepare)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/tokenize", self._pass_on)
@@ -97,29 +100,38 @@ class Router:
         app.cleanup_ctx.append(self._life)
         return app
 
+    @property
+    def meters(self) -> Meters:
+        return self._meters
+
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self._node, upstream.open_session() as self._session:
             yield
+            if self._collector is not None:
+                await self._collector.settle()
         if self._collector is not None:
             await asyncio.to_thread(self._collector.close)
 
     # About the router
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.json_response(self._state())
+        return web.json_response(self.readiness().as_json())
 
     async def _ready(self, request: web.Request) -> web.Response:
-        state = self._state()
-        return web.json_response(state, status=200 if state["status"] == "ok" else 503)
+        now = self.readiness()
+        wanted = now.ready and (now.has_pair or request.query.get("pairs") != "1")
+        return web.json_response(now.as_json(), status=200 if wanted else 503)
 
-    def _state(self) -> dict[str, object]:
-        members = self._node.membership
-        return {
-            "status": "ok" if pairs(members.peers(), None) else "no compatible pair of ready engines",
-            "bus_connected": self._node.bus.connected,
-            "prefill_engines": [peer.engine for peer in members.peers(prefill=True, ready=True)],
-            "decode_engines": [peer.engine for peer in members.peers(decode=True, ready=True)],
-        }
+    def readiness(self) -> Readiness:
+        """Whether requests can be answered, now."""
+        connected, engines = self._node.bus.connected, self._node.membership.peers()
+        if not connected:  # who dies now is not missed: one that did not answer is not trusted
+            engines = [engine for engine in engines if not self._loads.is_suspect(engine)]
+        away_s = None if connected else time.monotonic() - self._bus_changed_at
+        return readiness_of(engines, bus_away_s=away_s, draining=self.in_flight.draining)
+
+    def _on_bus(self, connected: bool) -> None:
+        self._bus_changed_at = time.monotonic()
 
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._meters.exposition(), headers={"Content-Type": CONTENT_TYPE})
@@ -283,35 +295,3 @@ class Router:
 
 def _response(answer: Answer) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-
-
-async def run_router(config: Config, host: str, port: int, settings: Settings, trace_file: Path | None = None) -> None:
-    """Serve until cancelled.
-
-    Args:
-        trace_file: keeps the last traces; further ones go where the ``OTEL_*`` variables say.
-
-    Raises:
-        LocalClusterError: the port cannot be used.
-        TraceError: the file cannot be used.
-    """
-    sinks = span_sinks(trace_file)
-    node = Node(
-        NatsBus(config.servers, "kvbus-router"),
-        Subjects(config.namespace),
-        name="kvbus-router",
-        membership=Membership(dead_after_s=config.dead_after_s),
-    )
-    runner = web.AppRunner(Router(node, settings, span_sinks=sinks).app(), handler_cancellation=True, access_log=None)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as failure:
-            raise LocalClusterError(
-                f"kvbus: port {port} on {host} cannot be used ({failure.strerror}); choose another with --port"
-            ) from None
-        logger.info("kvbus: the router listens on http://%s:%d", host, port)
-        await asyncio.Event().wait()
-    finally:
-        await runner.cleanup()

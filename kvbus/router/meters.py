@@ -15,6 +15,7 @@ from kvbus.ttft import Outcome, Path
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
+REFUSALS = ("limit", "descriptors", "slow")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -72,6 +73,15 @@ class Meters:
             buckets=STAGE_BUCKETS_S,
             registry=self.registry,
         )
+        self._connections_refused = Counter(
+            "kvbus_router_connections_refused",
+            "Clients' connections that were closed without an answer: limit (--max-connections), descriptors (none "
+            "were left), slow (headers did not arrive).",
+            ["why"],
+            registry=self.registry,
+        )
+        for why in REFUSALS:
+            self._connections_refused.labels(why)
         # With 0 from the start: increase() of a counter that appears with 1 is 0, and an alert would miss the first.
         for outcome in OUTCOMES:
             self._requests.labels(outcome)
@@ -79,12 +89,32 @@ class Meters:
             self._takeovers.labels(lost)
         self._in_flight = Gauge("kvbus_router_in_flight", "Requests at the engines.", registry=self.registry)
         self._queued = Gauge("kvbus_router_queue_length", "Requests that wait in the router.", registry=self.registry)
+        self._ready = Gauge("kvbus_router_ready", "1 if requests can be answered.", registry=self.registry)
+        self._lacking = Gauge(
+            "kvbus_router_lacking",
+            "How many things are missing of those that /ready names: engines of a model, the bus.",
+            registry=self.registry,
+        )
+        self._connections = Gauge("kvbus_router_connections", "Clients' connections.", registry=self.registry)
         self.registry.register(_Engines(membership))
 
     def watch(self, in_flight: Callable[[], float], queued: Callable[[], float]) -> None:
         """Read these two whenever asked."""
         self._in_flight.set_function(in_flight)
         self._queued.set_function(queued)
+
+    def watch_readiness(self, ready: Callable[[], float], lacking: Callable[[], float]) -> None:
+        """Likewise."""
+        self._ready.set_function(ready)
+        self._lacking.set_function(lacking)
+
+    def watch_connections(self, connections: Callable[[], float]) -> None:
+        """Likewise."""
+        self._connections.set_function(connections)
+
+    def connection_refused(self, why: str) -> None:
+        """A client's connection is closed without an answer to what it asked; ``why`` is one of few words."""
+        self._connections_refused.labels(why).inc()
 
     def answered(self, status: int, after_s: float, *, stream: bool) -> None:
         """The first byte of an answer goes to the client."""

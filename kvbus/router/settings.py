@@ -23,10 +23,13 @@ class Settings:
     max_body_mib: int = 32
     first_token_s: float = 600.0
     max_takeovers: int = 3
+    notice_s: float = 5.0
+    grace_s: float = 45.0
+    max_connections: int = 4096
     takeover_s: float = 5.0
 
     def __post_init__(self) -> None:
-        may_be_zero = ("max_queue", "max_takeovers", "takeover_s")
+        may_be_zero = ("max_queue", "max_takeovers", "takeover_s", "notice_s", "grace_s")
         for field in fields(self):
             value = getattr(self, field.name)
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):

@@ -7,13 +7,12 @@ one before.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from kvbus.messages import Heartbeat
+from kvbus.signals import run
 from kvbus.sim.faults import CALM, Faults, Violation
 from kvbus.sim.life import TRANSFERS_PER_LIFE, Account, Play
 from kvbus.sim.live_bus import MemoryServer, RealServer, Server
@@ -40,31 +39,8 @@ def live_once(
         KeyboardInterrupt: Ctrl-C or SIGTERM; everything has ended.
     """
 
-    async def main(folder: Path) -> Account:
-        with _cancelled_by_signals():
-            return await _live(seed, faults, bus, transfers, progress, folder)
-
     with tempfile.TemporaryDirectory(prefix="kvbus-sim-") as folder:
-        try:
-            return asyncio.run(main(Path(folder)))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-
-
-@contextlib.contextmanager
-def _cancelled_by_signals() -> Iterator[None]:
-    """Ctrl-C and SIGTERM cancel this task; otherwise they are raised in whichever shell's task runs at the moment."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number in before:
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
+        return run(_live(seed, faults, bus, transfers, progress, Path(folder)))
 
 
 async def _live(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Iterator
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kvbus.errors import KVBusError
-
-T = TypeVar("T")
+from kvbus.signals import SIGNALS
 
 NatsUrl = Annotated[str, typer.Option(help="The NATS server, such as nats://host:4222.", envvar="KVBUS_NATS_URL")]
 Namespace = Annotated[str, typer.Option(help="Engines of other namespaces are not seen.")]
@@ -33,13 +31,8 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
-    """One clear message instead of a traceback; Ctrl-C and SIGTERM end cleanly."""
-
-    def on_term(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, on_term)
-    signal.signal(signal.SIGINT, on_term)  # also where the shell that started us ignores it
+    """One clear message instead of a traceback. What Ctrl-C or SIGTERM breaks off exits with 130 or 143."""
+    SIGNALS.install()
     try:
         yield
     except KVBusError as error:
@@ -51,7 +44,7 @@ def clear_errors() -> Iterator[None]:
         raise typer.Exit(_output_ended(error)) from None
     except KeyboardInterrupt:
         say("stopped")
-        raise typer.Exit(130) from None
+        raise typer.Exit(SIGNALS.status) from None
 
 
 def _output_ended(error: OSError) -> int:
@@ -64,21 +57,10 @@ def _output_ended(error: OSError) -> int:
     return 1
 
 
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run it to its end; Ctrl-C and SIGTERM cancel it, since raised in whichever code runs at the moment they get lost.
-
-    Raises:
-        KeyboardInterrupt: it was cancelled so.
-    """
-
-    async def main() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, task.cancel)
-        return await coroutine
-
+@contextlib.contextmanager
+def until_told() -> Iterator[None]:
+    """What is in here runs until Ctrl-C or SIGTERM: either is its end in good order, status 0."""
     try:
-        return asyncio.run(main())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        yield
+    except KeyboardInterrupt:
+        say("stopping")

@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from kvbus.config import Config
-from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, run, say
+from kvbus.signals import run
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, err, say
 from kvbus.tools.options import seconds
 
 if TYPE_CHECKING:

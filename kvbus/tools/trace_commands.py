@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, run, say
+from kvbus.signals import run
+from kvbus.tools.guard import Namespace, NatsUrl, clear_errors, say, until_told
 
 What = Annotated[
     str, typer.Argument(help="last, the beginning of a trace or transfer id, a request id, or a file of traces.")
@@ -141,7 +142,7 @@ def collect(
     from kvbus.collect import run_collector
     from kvbus.config import Config
 
-    with clear_errors():
+    with clear_errors(), until_told():
         run(run_collector(Config(nats_url=nats_url, namespace=namespace), trace_file, say))
 
 

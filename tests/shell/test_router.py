@@ -253,6 +253,10 @@ async def test_health_and_models(front: Front) -> None:
     assert answer.status == 200
     assert await answer.json() == {
         "status": "ok",
+        "lacking": [],
+        "pair": True,
+        "bus_away_s": None,
+        "models": {"m": {"prefill": ["P"], "decode": ["D"]}},
         "bus_connected": True,
         "prefill_engines": ["P"],
         "decode_engines": ["D"],

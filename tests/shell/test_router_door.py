@@ -88,21 +88,49 @@ async def test_a_body_of_ten_megabytes_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("max_in_flight", 0), ("max_queue", -1), ("max_wait_s", 0), ("max_body_mib", 0)]
+    ("key", "value"),
+    [("max_in_flight", 0), ("max_queue", -1), ("max_wait_s", 0), ("max_wait_s", float("nan")), ("max_body_mib", 0)],
 )
 def test_a_bad_limit_stops_the_router(key: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"{key}={value}; allowed: "):
         Settings(**{key: value})
 
 
-async def test_live_and_ready_are_two_things() -> None:
+async def probe(front: Front, path: str) -> tuple[int, str, list[str]]:
+    answer = await front.client.get(path)
+    body = await answer.json()
+    return answer.status, body["status"], body["lacking"]
+
+
+async def test_without_prefill_it_is_ready_and_says_what_it_lacks() -> None:
+    """R3: the loss of prefill is no outage, so a readiness probe must not make it one."""
     async with fronted("P", "D") as front:
-        assert [(await front.client.get(path)).status for path in ("/health", "/ready")] == [200, 200]
+        assert await probe(front, "/ready") == (200, "ok", [])
         front.beat("P", 2, compat=(("dtype", "other"),))
         await eventually(lambda: front.node.membership["P"].compat)
-        answer = await front.client.get("/ready")
-        assert (answer.status, (await answer.json())["status"]) == (503, "no compatible pair of ready engines")
-        assert (await front.client.get("/health")).status == 200
+        lacking = ["m: no prefill engine fits a decode engine: decode engines compute prompts themselves"]
+        assert await probe(front, "/ready") == (200, "degraded", lacking)
+        assert await probe(front, "/ready?pairs=1") == (503, "degraded", lacking)
+        await front.leave("P")
+        lacking = ["m: no prefill engine is ready: decode engines compute prompts themselves"]
+        assert await probe(front, "/ready") == (200, "degraded", lacking)
+        assert (await front.ask()).status == 200
+        assert (await front.metric("kvbus_router_ready"), await front.metric("kvbus_router_lacking")) == (1, 1)
+        await front.leave("D")
+        assert await probe(front, "/ready") == (503, "not ready", ["no engine is known"])
+        assert (await probe(front, "/health"))[0] == 200, "it lives"
+        assert await front.metric("kvbus_router_ready") == 0
+
+
+async def test_with_the_bus_away_those_who_answer_are_trusted() -> None:
+    async with fronted("D") as front:
+        with front.broker.down():
+            status, said, lacking = await probe(front, "/ready")
+            assert (status, said) == (200, "degraded")
+            assert lacking[1] == "the bus is away for 0 s: engines are those that were there"
+            front["D"].die()
+            assert (await front.ask()).status == 502
+            assert (await probe(front, "/ready"))[:2] == (503, "not ready")
 
 
 async def test_models_are_those_of_all_engines_once_each() -> None:

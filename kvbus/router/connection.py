@@ -1,0 +1,113 @@
+"""A client's connection, as aiohttp's server handles it, with bounds on what it may cost while nothing is asked on it.
+
+The one rule: only this file knows which of aiohttp's private fields tell whether a connection is at rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from kvbus.router.answers import INVALID, OVERLOADED, Answer, error
+
+# As long as nginx keeps its own by default; a balancer that keeps connections for longer must be told.
+KEEP_ALIVE_S = 75.0
+HEAD_S = 10.0  # from the first byte of a request to the end of its headers
+SPARE_HEAD_S = 2.0
+SETTLE_S = 0.5  # a request may be on its way on a connection that was opened, or answered, so short a time ago
+LATE = error(408, f"the headers did not arrive within {HEAD_S:g} s", INVALID)
+FULL = error(503, "as many connections are open as are allowed", OVERLOADED, headers={"Retry-After": "1"})
+
+
+class Door(Protocol):
+    """Told of connections, in the event loop."""
+
+    def opened(self, connection: Connection) -> None: ...
+
+    def closed(self, connection: Connection) -> None: ...
+
+    def refused(self, why: str) -> None:
+        """A connection is closed without an answer to what was asked."""
+        ...
+
+
+class Connection(web.RequestHandler):
+    """One of them.
+
+    Args:
+        spare: there is no room for it but to say so, and to answer probes.
+    """
+
+    __slots__ = ("_at_rest_since", "_door", "_head_due", "spare")
+
+    def __init__(self, server: web.Server, door: Door, *, spare: bool, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S, **options)
+        self._door, self.spare = door, spare
+        self._head_due: asyncio.TimerHandle | None = None
+        self._at_rest_since: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being read or answered on it."""
+        return self._head_due is not None or self._waiter is None or self._waiter.done()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._door.opened(self)
+        if self.spare:
+            self._expect_head(SPARE_HEAD_S)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._waiter is None or self._waiter.done():  # it has a whole head, and perhaps more
+            self._expect_no_head()
+        elif self._head_due is None:
+            self._expect_head(HEAD_S)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._expect_no_head()
+        super().connection_lost(exc)
+        self._door.closed(self)
+
+    def close_at_rest(self, now: float) -> None:
+        """Close it if nothing was asked on it for a while; to be called now and then."""
+        if self.busy:
+            self._at_rest_since = None
+        elif self._at_rest_since is None:
+            self._at_rest_since = now
+        elif now - self._at_rest_since >= SETTLE_S:
+            self.force_close()
+
+    def refuse(self) -> None:
+        """It gets an answer that says that there is no room."""
+        self._door.refused("limit")
+
+    def abort(self) -> None:
+        """Drop it, with what the client has not taken."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _expect_head(self, within_s: float) -> None:
+        self._head_due = self._loop.call_later(within_s, self._head_is_late)
+
+    def _expect_no_head(self) -> None:
+        if self._head_due is not None:
+            self._head_due.cancel()
+            self._head_due = None
+
+    def _head_is_late(self) -> None:
+        self._head_due = None
+        self._door.refused("limit" if self.spare else "slow")
+        if self.transport is not None:
+            self.transport.write(raw(FULL if self.spare else LATE))
+        self.force_close()
+
+
+def raw(answer: Answer) -> bytes:
+    """An answer as bytes, where there is no request to answer; it closes the connection."""
+    lines = [f"HTTP/1.1 {answer.status} -", f"Content-Length: {len(answer.body)}", "Connection: close"]
+    lines += [f"{key}: {value}" for key, value in answer.headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + answer.body
