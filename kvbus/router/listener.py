@@ -120,9 +120,6 @@ class Listener:
 
     def _listen(self) -> None:
         self._resting = None
-        if self._kept is None:
-            with contextlib.suppress(OSError):
-                self._kept = _a_descriptor()
         for each in self._sockets:
             asyncio.get_running_loop().add_reader(each, self._accept, each)
 
@@ -149,6 +146,9 @@ class Listener:
         Raises:
             OSError: it could not be accepted.
         """
+        if self._kept is None:
+            with contextlib.suppress(OSError):
+                self._kept = _a_descriptor()
         spare = len(self.connections) + len(self._connecting) >= self._limit
         try:
             sock, _ = listening.accept()
@@ -157,14 +157,15 @@ class Listener:
         except ConnectionError:
             return True  # it is gone already
         except OSError as failure:
-            if failure.errno not in _EXHAUSTED:
-                raise
-            self.refused("descriptors")
-            if self._kept is None:
+            if failure.errno not in _EXHAUSTED or self._kept is None:  # None: the one before is not answered yet
                 raise
             os.close(self._kept)
             self._kept, spare = None, True
-            sock, _ = listening.accept()
+            try:
+                sock, _ = listening.accept()
+            except BlockingIOError:
+                return False  # the kernel looks for a descriptor first
+            self.refused("descriptors")
         if spare and self._spares >= MAX_SPARE:
             self.refused("limit")
             with sock, contextlib.suppress(OSError):
