@@ -202,24 +202,48 @@ def prepare_model() -> None:
 
 @app.command()
 def drain(
-    engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /health shows it.")],
+    engine: Annotated[str, typer.Argument(help="Its engine id, as `kvbus up` or the router's /ready shows it.")],
     nats_url: NatsUrl,
     namespace: Namespace = "default",
     timeout: Annotated[float, seconds(help="How long to wait until it is empty, seconds.")] = 300.0,
+    undo: Annotated[bool, typer.Option("--undo", help="Take it back: it gets requests again.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Also if it is the last one of its kind.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Let an engine finish what it has and get nothing new, before it is stopped. Ends when the engine is empty.
 
-    Example: [bold]kvbus drain prefill-0 --nats-url nats://127.0.0.1:4222[/bold]
+    Ended or interrupted, this command leaves the engine draining, until --undo. Exit status 3: it is the last ready
+    engine of its kind for its model, and was not drained; 4: not empty in time.
+
+    Examples:
+
+    [bold]kvbus drain prefill-0 --nats-url nats://127.0.0.1:4222[/bold]
+
+    [bold]kvbus drain prefill-0 --undo --nats-url nats://127.0.0.1:4222[/bold]
     """
+    import json
+
     from kvbus.bus import NatsBus
-    from kvbus.local.drain import drain as drain_engine
+    from kvbus.local import drain as draining
     from kvbus.subjects import Subjects, check_token
 
     with clear_errors():
         check_token("ENGINE", engine)
         config = Config(nats_url=nats_url, namespace=namespace)
-        bus = NatsBus(config.servers, "kvbus-drain")
-        run(drain_engine(bus, Subjects(config.namespace), engine, timeout, say))
+        bus, subjects = NatsBus(config.servers, "kvbus-drain"), Subjects(config.namespace)
+        try:
+            if undo:
+                outcome, report = run(draining.take_back(bus, subjects, engine, say))
+            else:
+                outcome, report = run(draining.drain(bus, subjects, engine, timeout, say, force=force))
+        except draining.DrainError as failed:
+            if json_output:
+                known = failed.report.as_json(failed.outcome) if failed.report is not None else {"engine": engine}
+                typer.echo(json.dumps({**known, "outcome": failed.outcome.word, "why": str(failed)}))
+            err.print(str(failed), style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(failed.outcome.status) from None
+        if json_output:
+            typer.echo(json.dumps(report.as_json(outcome)))
 
 
 @app.command()

@@ -293,16 +293,17 @@ class LeaseEcho(Message):
 
 @dataclass(frozen=True, slots=True)
 class DrainRequest(Message):
-    """Asks an engine to say that it is draining, so that routers send it nothing new."""
+    """Asks an engine to say that it is draining, so that routers send it nothing new; ``undo``: that it is ready."""
 
     KIND = "drain?"
 
     sender: str
+    undo: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class DrainReply(Message):
-    """The engine is draining; it still has so many ``requests``."""
+    """The engine did as it was asked; it still has so many ``requests``."""
 
     KIND = "drain!"
 

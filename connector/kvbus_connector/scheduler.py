@@ -155,9 +155,10 @@ class SchedulerHalf:
         return max(0, self._requests) + self._outgoing.held
 
     def _drain(self, _: str, request: DrainRequest) -> DrainReply:
-        if not self._draining:
-            self._draining = True
-            logger.info("kvbus: draining, as %s asked: routers send nothing new", request.sender)
+        if self._draining is request.undo:
+            self._draining = not request.undo
+            what = "draining" if self._draining else "no longer draining"
+            logger.info("kvbus: %s, as %s asked", what, request.sender)
             self.node.announce()
         return DrainReply(self._own.engine, self._own.incarnation, self._busy)
 

@@ -102,7 +102,9 @@ def _drain(plan: EnginePlan, told: _Told, say: Callable[[str], None]) -> None:
 
     async def until_empty() -> None:
         bus = NatsBus(plan.config.servers, "kvbus-drain")
-        draining = asyncio.create_task(drain(bus, Subjects(plan.config.namespace), plan.engine_id, plan.drain_s, say))
+        draining = asyncio.create_task(
+            drain(bus, Subjects(plan.config.namespace), plan.engine_id, plan.drain_s, say, force=True)
+        )
         while not draining.done():
             if told.times > 1:
                 say("told twice: stopping at once")
