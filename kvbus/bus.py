@@ -3,7 +3,7 @@
 The one rule: the adapter owns connecting. nats-py's own reconnect is off, since what it buffers meanwhile reaches
 nobody, and since a client whose read loop has died still says that it is connected. A supervisor connects and
 subscribes, then sends itself a message through the server every :data:`PING_INTERVAL_S` and starts over when one does
-not come back.
+not come back; a user who may not do that is told so by the server, and gets PING and PONG instead.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from nats.aio.msg import Msg
 
 from kvbus.errors import BusUnavailableError, PayloadTooLargeError
 from kvbus.metrics import Counters
+from kvbus.refusals import Denied, denied, explain
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ PING_TIMEOUT_S = 2.0
 CONNECT_TIMEOUT_S = 2.0
 MAX_BACKOFF_S = 1.0
 LAST_WORDS_S = 1.0
+MAX_DENIED = 64
 LAST_CANCELS = 30  # at 0.1 s each
 MAX_OUTBOX = 1 << 16
 DEFAULT_MAX_PAYLOAD_BYTES = 1 << 20
@@ -52,6 +54,11 @@ class Bus(Protocol):
     @property
     def connected(self) -> bool:
         """Whether a publish has a chance to arrive."""
+        ...
+
+    @property
+    def trouble(self) -> str:
+        """Why a server that is there could not be used at the last try, for people; empty if none was there."""
         ...
 
     @property
@@ -127,12 +134,18 @@ class NatsBus:
         self._max_payload = DEFAULT_MAX_PAYLOAD_BYTES
         self._local_host = ""
         self._client: Client | None = None
-        self._why = ""
+        self._why, self._trouble = "", ""
+        self._inbox = ""
+        self._denied: set[Denied] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
     def connected(self) -> bool:
         return self._connected
+
+    @property
+    def trouble(self) -> str:
+        return self._trouble
 
     @property
     def max_payload(self) -> int:
@@ -222,13 +235,16 @@ class NatsBus:
                 client = await self._connect(lost)
             except (TimeoutError, nats.errors.Error, OSError, ValueError) as error:
                 self._counters.add("connect_failed")
-                if not complained:
+                why = self._why or f"{error}" or type(error).__name__
+                trouble, self._trouble = self._trouble, explain(why, self._trouble)
+                if not complained or self._trouble != trouble:
                     complained = True
-                    logger.warning(
-                        "kvbus: no NATS server at %s (%s); trying again until there is one",
-                        self._shown,
-                        self._why or error or type(error).__name__,
-                    )
+                    if self._trouble:
+                        logger.warning("kvbus: NATS at %s: %s; trying again", self._shown, self._trouble)
+                    else:
+                        logger.warning(
+                            "kvbus: no NATS server at %s (%s); trying again until there is one", self._shown, why
+                        )
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
                 continue
@@ -248,10 +264,12 @@ class NatsBus:
             lost.set()
 
         async def on_error(error: Exception) -> None:
-            self._why = f"{error}" or type(error).__name__
-            if "$SYS." in self._why:
-                logger.debug("kvbus: this server does not show disconnects: %s", self._why)
-            elif self._client is client:
+            said = f"{error}" or type(error).__name__
+            if (lacks := denied(said)) is not None:
+                self._lack(lacks, ours=bool(self._inbox) and self._inbox.lower() in said)
+                return
+            self._why = said
+            if self._client is client:
                 self._counters.add("nats_errors")
                 logger.warning("kvbus: NATS says: %s", self._why)
 
@@ -274,6 +292,7 @@ class NatsBus:
                 )
                 self._tune(client)
                 self._ponged = asyncio.Event()
+                self._echoes = True
                 self._inbox = client.new_inbox()
                 await client.subscribe(self._inbox, cb=self._on_ping)
                 for subject, callback, handler in list(self._subscriptions):
@@ -283,6 +302,7 @@ class NatsBus:
             await self._discard(client)
             raise
         self._max_payload = client.max_payload
+        self._trouble = ""
         self._client = client
         self._change(connected=True)
         return client
@@ -292,9 +312,13 @@ class NatsBus:
         while not lost.is_set():
             self._ponged.clear()
             try:
-                await client.publish(self._inbox, b"")
-                async with asyncio.timeout(PING_TIMEOUT_S):
-                    await self._ponged.wait()
+                if self._echoes:
+                    await client.publish(self._inbox, b"")
+                    async with asyncio.timeout(PING_TIMEOUT_S):
+                        await self._ponged.wait()
+                else:
+                    await client.flush(timeout=int(PING_TIMEOUT_S))
+                    self._ponged.set()
                 async with asyncio.timeout(PING_INTERVAL_S):
                     await lost.wait()
             except TimeoutError:
@@ -303,6 +327,21 @@ class NatsBus:
                     return
             except (nats.errors.Error, OSError):
                 return
+
+    def _lack(self, lacks: Denied, *, ours: bool) -> None:
+        """Name a permission that is not there, once; without the one for our echo, PING and PONG have to do."""
+        if ours:
+            self._echoes = False
+            self._ponged.set()  # only a server that hears us refuses
+            return
+        self._counters.add("permissions_denied")
+        if lacks in self._denied or len(self._denied) >= MAX_DENIED:
+            return
+        self._denied.add(lacks)
+        if lacks.subject.startswith("$sys."):
+            logger.debug("kvbus: this server does not show disconnects: %s", lacks.text)
+        else:
+            logger.warning("kvbus: %s", lacks.text)
 
     async def _on_ping(self, message: Msg) -> None:
         self._ponged.set()

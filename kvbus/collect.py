@@ -11,6 +11,7 @@ from kvbus.collector import Collector, SpanSink
 from kvbus.config import Config
 from kvbus.errors import TraceError
 from kvbus.membership import Membership
+from kvbus.nobody import QUIET_S, nobody_in
 from kvbus.node import Node
 from kvbus.subjects import Subjects
 from kvbus.trace_file import TraceFile
@@ -59,6 +60,9 @@ async def run_collector(config: Config, trace_file: Path | None, say: Callable[[
     try:
         async with node:
             say(f"collecting from namespace {config.namespace} at {config.nats_url}; Ctrl-C ends it")
+            await asyncio.sleep(QUIET_S)
+            if node.bus.connected and not node.membership.peers():
+                say(await nobody_in(node.bus, config.namespace, "this NATS server"))
             while True:
                 await asyncio.sleep(SAY_INTERVAL_S)
                 if made:

@@ -97,6 +97,10 @@ class MemoryBus:
         return self._loop is not None and self._broker.up
 
     @property
+    def trouble(self) -> str:
+        return ""
+
+    @property
     def max_payload(self) -> int:
         return self._broker.max_payload
 

@@ -71,6 +71,11 @@ class Subjects:
     def heartbeats(self, role: str, engine: str) -> str:
         return self._of(f"hb.{role}.{engine}")
 
+    @staticmethod
+    def heartbeats_anywhere() -> str:
+        """Heartbeats of all engines in all namespaces."""
+        return f"{_ROOT}.*.hb.*.*"
+
     def pulses(self, engine: str) -> str:
         """Pulses of the ranks of the prefill engine ``engine``."""
         return self._of(f"pulse.{engine}")

@@ -169,7 +169,10 @@ async def _find(node: Node, engine: str) -> Heartbeat:
     while (beat := node.membership.get(engine)) is None:
         if time.monotonic() > deadline:
             if not node.bus.connected:
-                raise DrainError("no NATS server answers; is --nats-url right?")
+                trouble = node.bus.trouble
+                raise DrainError(
+                    f"the NATS server: {trouble}" if trouble else "no NATS server answers; is --nats-url right?"
+                )
             known = ", ".join(peer.engine for peer in node.membership.peers()) or "none"
             raise DrainError(f"no engine {engine!r} is on the bus; engines: {known}")
         await asyncio.sleep(0.05)

@@ -42,20 +42,27 @@ class NatsServer:
 
     Args:
         port: to restart at the same address.
+        configuration: what its configuration file says.
         monitored: whether it answers HTTP at ``monitor_url``, too.
     """
 
     def __init__(
-        self, logs: Path, port: int | None = None, name: str = "nats-server", *, monitored: bool = False
+        self,
+        logs: Path,
+        port: int | None = None,
+        name: str = "nats-server",
+        *,
+        monitored: bool = False,
+        configuration: str = CONFIGURATION,
     ) -> None:
         ports = logs / f"{name}-ports"
         ports.mkdir(parents=True, exist_ok=True)
         for old in ports.glob("*.ports"):
             old.unlink()
         wanted = "-1" if port is None else str(port)
-        configuration = logs / f"{name}.conf"
-        configuration.write_text(CONFIGURATION)
-        command = [find_binary(), "-c", str(configuration), "-a", "127.0.0.1", "-p", wanted]
+        written = logs / f"{name}.conf"
+        written.write_text(configuration)
+        command = [find_binary(), "-c", str(written), "-a", "127.0.0.1", "-p", wanted]
         command += ["-m", "-1"] if monitored else []
         self.child = Child(name, [*command, "--ports_file_dir", str(ports)], logs)
         said = self._read_ports(ports) if port is None or monitored else {}

@@ -38,6 +38,10 @@ class FaultyBus:
         return self._inner.connected
 
     @property
+    def trouble(self) -> str:
+        return self._inner.trouble
+
+    @property
     def max_payload(self) -> int:
         return self._inner.max_payload - _ENVELOPE_BYTES
 

@@ -34,6 +34,15 @@ class Heard:
             return Undecodable(error.reason, len(self.payload))
 
 
+def unreachable(bus: Bus, where: str) -> str:
+    """Why a tool without a connection gives up."""
+    return (
+        f"kvbus: the NATS server at {where}: {bus.trouble}"
+        if bus.trouble
+        else f"kvbus: no NATS server answers at {where}"
+    )
+
+
 class Ear:
     """What was heard and not yet taken; ``missed`` counts what came while :data:`MAX_HEARD` waited to be taken."""
 
@@ -101,5 +110,5 @@ async def listening(
             async with asyncio.timeout(timeout_s):
                 await there.wait()
         except TimeoutError:
-            raise BusUnavailableError(f"kvbus: no NATS server answers at {where}") from None
+            raise BusUnavailableError(unreachable(bus, where)) from None
         yield ear

@@ -112,11 +112,11 @@ def top(
     bus, subjects = NatsBus(config.servers, "kvbus-top"), Subjects(config.namespace)
 
     def draw_with(draw: Callable[[Picture], object]) -> None:
-        def show(snapshot: Snapshot, connected: bool) -> None:
+        def show(snapshot: Snapshot, connected: bool, nobody: str) -> None:
             if json_output:
                 typer.echo(json.dumps({"namespace": config.namespace, **asdict(snapshot)}))
             else:
-                draw(Picture(snapshot, config.namespace, where, connected, console.height if live else None))
+                draw(Picture(snapshot, config.namespace, where, connected, console.height if live else None, nobody))
 
         run(watch.top(bus, subjects, where=where, interval_s=interval, once=once, show=show))
 
@@ -150,6 +150,7 @@ def pending(
     from rich.progress import Progress
 
     from kvbus.bus import NatsBus
+    from kvbus.nobody import NobodyError
     from kvbus.subjects import Subjects
     from kvbus.tools import watch
     from kvbus.tools.picture import pending_table
@@ -160,7 +161,7 @@ def pending(
         _plain(f"listening for {listen_s:g} s")
     with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"listening for {listen_s:g} s", total=listen_s)
-        rows, unkept = run(
+        rows, unkept, nobody = run(
             watch.pending(
                 bus,
                 subjects,
@@ -171,13 +172,15 @@ def pending(
         )
     if json_output:
         typer.echo(json.dumps({"listened_s": listen_s, "pending": [asdict(row) for row in rows], "unkept": unkept}))
-        return
-    if unkept:
-        _plain(f"{unkept} messages were not looked at: they were too many")
-    if rows:
-        Console(highlight=False).print(pending_table(rows))
     else:
-        typer.echo("nothing is pending")
+        if unkept:
+            _plain(f"{unkept} messages were not looked at: they were too many")
+        if rows:
+            Console(highlight=False).print(pending_table(rows))
+        else:
+            typer.echo("nothing is pending")
+    if nobody:
+        raise NobodyError(nobody)
 
 
 def _shown(config: Config) -> str:

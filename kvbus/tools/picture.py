@@ -20,13 +20,17 @@ _STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow"}
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """All of `kvbus top`. ``max_lines``: engines that do not fit are only counted; None shows all."""
+    """All of `kvbus top`.
+
+    ``max_lines``: engines that do not fit are only counted; None shows all. ``nobody``: why there may be none.
+    """
 
     snapshot: Snapshot
     namespace: str
     where: str
     connected: bool
     max_lines: int | None = None
+    nobody: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         head = list(self._head())
@@ -36,7 +40,7 @@ class Picture:
         yield Text()
         rows = self.snapshot.engines
         if not rows:
-            yield Text("no engine is on the bus", style="dim")
+            yield Text(self.nobody or "no engine is on the bus", style="dim")
             return
         room = len(rows)
         if self.max_lines is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 from kvbus.bus import Bus
+from kvbus.nobody import QUIET_S, NobodyError, nobody_in
 from kvbus.subjects import Subjects
 from kvbus.tools.lines import Said, Selection, Undecodable
 from kvbus.tools.listen import listening
@@ -25,12 +27,20 @@ async def tap(
     show: Callable[[float, str, Said], None],
     say: Callable[[str], None],
 ) -> None:
-    """Call ``show(wall_s, subject, said)`` for each message that is selected, for ever or ``limit`` times."""
+    """Call ``show(wall_s, subject, said)`` for each message that is selected, for ever or ``limit`` times.
+
+    Where nobody speaks at all it says so, once, and goes on.
+    """
     async with listening(bus, subjects, [subjects.everything], where=where) as ear:
         say(f"listening to namespace {subjects.namespace} at {where}; Ctrl-C ends it")
         wall_s, shown, missed = time.time() - time.monotonic(), 0, 0
+        quiet_s: float | None = QUIET_S
         while True:
-            for heard in await ear.take(None):
+            taken = await ear.take(quiet_s)
+            if quiet_s is not None and not taken and (nobody := await nobody_in(bus, subjects.namespace, where)):
+                say(nobody)
+            quiet_s = None
+            for heard in taken:
                 said = heard.read()
                 if not selection.wants(said):
                     continue
@@ -50,12 +60,18 @@ async def top(
     where: str,
     interval_s: float,
     once: bool,
-    show: Callable[[Snapshot, bool], None],
+    show: Callable[[Snapshot, bool, str], None],
 ) -> None:
-    """Call ``show(snapshot, connected)`` every ``interval_s``, for ever or once."""
+    """Call ``show(snapshot, connected, nobody)`` every ``interval_s``, for ever or once.
+
+    ``nobody`` says that no engine is in the namespace, and where there are some.
+
+    Raises:
+        NobodyError: so it was after the once.
+    """
     patterns = [subjects.heartbeats("*", "*"), subjects.bye("*"), subjects.transfers("*"), subjects.prefill("*")]
     async with listening(bus, subjects, patterns, where=where, asks="kvbus-top") as ear:
-        traffic = Traffic(time.monotonic())
+        traffic, nobody, quiet_until = Traffic(time.monotonic()), "", time.monotonic() + (0 if once else QUIET_S)
         due = time.monotonic() + interval_s
         while True:
             for heard in await ear.take(max(0.0, due - time.monotonic())):
@@ -68,7 +84,14 @@ async def top(
                 continue
             if not ear.connected:
                 traffic.excuse_silence(now)
-            show(traffic.snapshot(now), ear.connected)
+            snapshot = traffic.snapshot(now)
+            if snapshot.engines:
+                nobody = ""
+            elif ear.connected and now > quiet_until:
+                nobody, quiet_until = await nobody_in(bus, subjects.namespace, where), math.inf
+            show(snapshot, ear.connected, nobody)
+            if once and nobody:
+                raise NobodyError(nobody)
             if once:
                 return
             due = now + interval_s
@@ -76,18 +99,20 @@ async def top(
 
 async def pending(
     bus: Bus, subjects: Subjects, *, where: str, listen_s: float, progress: Callable[[float], None]
-) -> tuple[tuple[PendingRow, ...], int]:
-    """Listen for ``listen_s``; what is pending then, and how many messages there was no room for.
+) -> tuple[tuple[PendingRow, ...], int, str]:
+    """Listen for ``listen_s``; what is pending then, how many messages there was no room for, and whether nobody spoke.
 
     ``progress`` gets the seconds listened so far.
     """
     table = PendingTable()
     # One subscription to everything: only within one the order of what an engine says is kept.
     async with listening(bus, subjects, [subjects.everything], where=where) as ear:
-        started = time.monotonic()
+        started, spoken = time.monotonic(), False
         while (passed := time.monotonic() - started) < listen_s:
             progress(passed)
             for heard in await ear.take(min(PROGRESS_EVERY_S, listen_s - passed)):
+                spoken = True
                 if not isinstance(said := heard.read(), Undecodable):
                     table.hear(said, heard.at)
-        return table.pending(time.monotonic()), table.unkept + ear.missed
+        nobody = "" if spoken else await nobody_in(bus, subjects.namespace, where)
+        return table.pending(time.monotonic()), table.unkept + ear.missed, nobody

@@ -26,6 +26,7 @@ LAYERS = [
         "spans",
         "otlp_json",
         "clocks",
+        "refusals",
     },
     {"matching", "transfer", "matcher", "registrar", "arrivals", "membership", "lease", "sinks", "presence"},
     {
@@ -41,7 +42,7 @@ LAYERS = [
         "writer",
         "signals",
     },
-    {"source", "sink", "collector", "trace_file", "collect"},
+    {"source", "sink", "nobody", "collector", "trace_file", "collect"},
     {"router", "local", "sim"},
     {"tools"},
     {"cli", "__main__"},

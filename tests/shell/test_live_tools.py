@@ -142,7 +142,7 @@ class TestLoops:
             where="",
             interval_s=0.02,
             once=False,
-            show=lambda got, connected: seen.append((got, connected)),
+            show=lambda got, connected, _: seen.append((got, connected)),
         )
         task = asyncio.create_task(top)
         await eventually(lambda: heard_by(broker))
@@ -166,14 +166,31 @@ class TestLoops:
         )
         await eventually(lambda: passed)
         speak(broker)
-        rows, unkept = await asyncio.wait_for(task, 5)
+        rows, unkept, nobody = await asyncio.wait_for(task, 5)
         assert {row.transfer_id: row.stage for row in rows} == {
             "t": Stage.NO_COMPLETION,
             "u": Stage.NO_REGISTRATION,
             "w": Stage.NOT_DELIVERED,
         }
-        assert unkept == 0
+        assert (unkept, nobody) == (0, "")
         assert [subject for subject, _ in broker.log if "who" in subject] == []
+
+    async def test_tap_says_once_that_nobody_speaks(
+        self, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """S5: as in a wrong namespace."""
+        monkeypatch.setattr("kvbus.tools.watch.QUIET_S", 0.01)
+        monkeypatch.setattr("kvbus.nobody.LISTEN_S", 0.05)
+        told: list[str] = []
+        tap = watch.tap(
+            MemoryBus(broker), SUBJECTS, Selection(), where="x", limit=1, show=lambda *_: None, say=told.append
+        )
+        task = asyncio.create_task(tap)
+        await eventually(lambda: len(told) == 2)
+        assert told[1] == "kvbus: no engine is heard in namespace default at x; nor in any other"
+        speak(broker)
+        await asyncio.wait_for(task, 5)
+        assert len(told) == 2
 
     def test_of_real_shells_transfers_nothing_stays_pending(self, monkeypatch: pytest.MonkeyPatch) -> None:
         table, traffic, began = PendingTable(), Traffic(time.monotonic()), time.monotonic()
@@ -351,7 +368,8 @@ class TestCommands:
         assert json.loads(out) == {"listened_s": 1.0, "pending": [], "unkept": 0}
         with self.command("pending", *about) as process:
             out, err = await asyncio.to_thread(process.communicate, timeout=30)
-        assert out == "nothing is pending\n"
+        assert (process.returncode, out) == (1, "nothing is pending\n")
+        assert "no engine is heard in namespace pending" in err.splitlines()[-1]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
