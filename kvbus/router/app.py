@@ -33,6 +33,7 @@ from kvbus.router.choose import Choice, is_usable
 from kvbus.router.errors import in_openais_form
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
+from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.in_flight import InFlight
 from kvbus.router.job import Job
 from kvbus.router.legs import Body, must_be_alone, new_transfer_id
@@ -51,8 +52,8 @@ from kvbus.ttft import MarkName
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = "5"
+_NAME = web.RequestKey("request id", str)
 ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
-MAX_REQUEST_ID_CHARS = 256
 
 
 class Router:
@@ -89,6 +90,7 @@ class Router:
             client_max_size=self._settings.max_body_mib << 20, middlewares=[self.in_flight.watch, in_openais_form]
         )
         app.on_response_prepare.append(self.in_flight.on_prepare)
+        app.on_response_prepare.append(_echo_request_id)
         app.router.add_post("/v1/completions", self._serve)
         app.router.add_post("/v1/chat/completions", self._serve)
         app.router.add_post("/tokenize", self._pass_on)
@@ -238,7 +240,7 @@ class Router:
             logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
         traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
         headers = upstream.forwarded(request.headers)
-        headers["X-Request-Id"] = request.headers.get("X-Request-Id") or transfer_id
+        headers[REQUEST_ID] = request[_NAME] = request_id_of(request.headers) or transfer_id
         if traceparent:
             headers["traceparent"] = traceparent
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
@@ -259,8 +261,8 @@ class Router:
         if self._collector is None:
             return "", None  # the client's own goes on as a header
         about: dict[str, Value] = {"http.route": request.path, "kvbus.stream": body.get("stream") is True}
-        if (request_id := request.headers.get("X-Request-Id")) is not None:
-            about["kvbus.request_id"] = request_id[:MAX_REQUEST_ID_CHARS].encode(errors="replace").decode()
+        if request_id := request_id_of(request.headers):
+            about["kvbus.request_id"] = request_id
         traceparent, trace = self._collector.begin(transfer_id, given, about)
         if trace is not None:
             trace.mark(MarkName.ARRIVED, at_s=arrived_at)
@@ -291,6 +293,11 @@ class Router:
         elif any(peer.state is State.DRAINING for peer in self._node.membership.peers(decode=True)):
             missing = "no decode engine is ready: the last ones are draining"
         return error(503, missing, UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S})
+
+
+async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
+    """On every answer, so that a client can name a request that went wrong."""
+    response.headers[REQUEST_ID] = request.get(_NAME) or request_id_of(request.headers) or new_transfer_id()
 
 
 def _response(answer: Answer) -> web.Response:

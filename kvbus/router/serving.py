@@ -9,11 +9,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from multidict import CIMultiDict
 
 from kvbus.errors import PayloadTooLargeError
 from kvbus.messages import Cancel
@@ -37,6 +38,8 @@ TRANSFER_HEADER = "X-KVBus-Transfer-Id"
 PREFILL_HEADER = "X-KVBus-Prefill"
 DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
+UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
+"""Asks proxies between us and the client to pass a stream on as it comes."""
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
 
 
@@ -239,10 +242,12 @@ class Serving:
         if answer.status < 400:
             self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
         self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at, stream=False)
-        return web.Response(status=answer.status, body=answer.body, headers={**answer.headers, **self._marks()})
+        return web.Response(status=answer.status, body=answer.body, headers=self._marked(answer.headers))
 
     async def _pass_on(self, request: web.Request, stream: Stream) -> web.StreamResponse:
-        status, headers = stream.answer.status, {**upstream.returned(stream.answer), **self._marks()}
+        status, headers = stream.answer.status, self._marked(upstream.returned(stream.answer))
+        for name, value in UNBUFFERED.items():
+            headers.setdefault(name, value)
         response = web.StreamResponse(status=status, headers=headers)
         self._meters.answered(status, time.monotonic() - self._job.arrived_at, stream=True)
         begun = False
@@ -278,13 +283,15 @@ class Serving:
         source = send.source.engine
         return decode_leg(job.body, job.transfer_id, job.traceparent, source, send.attempt, send.takeover_s)
 
-    def _marks(self) -> dict[str, str]:
-        """Headers that tell a client which way its request took."""
+    def _marked(self, headers: Mapping[str, str]) -> CIMultiDict[str]:
+        """These and headers that tell a client which way its request took."""
+        marked = CIMultiDict(headers)
         marks = {DECODE_HEADER: self._flight.sink.engine, TRANSFER_HEADER: self._job.transfer_id}
         if self._flight.source is not None:
             marks[PREFILL_HEADER] = self._flight.source.engine
             marks[ATTEMPT_HEADER] = str(self._flight.attempt)
-        return marks
+        marked.update(marks)
+        return marked
 
     def _release(self, release: flying.Release) -> None:
         """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its

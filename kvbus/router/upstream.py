@@ -10,8 +10,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
+from aiohttp import hdrs
+from multidict import CIMultiDict
 
 from kvbus.messages import Heartbeat
+from kvbus.router import headers as headers_of
 from kvbus.router.answers import Answer
 
 CONNECT_TIMEOUT_S = 5.0
@@ -19,30 +22,50 @@ CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 3.0
 # Of the engine, not of the request: another engine may do better.
 _ENGINE_FAILED = frozenset({500, 502, 503, 504})
-_HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"})
-RANK_HEADER = "X-data-parallel-rank"
-# Ours to say.
-_OWN = {RANK_HEADER.lower()}
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "accept-encoding", "content-encoding", "content-type", "expect"} | _OWN
-_NOT_RETURNED = _HOP_BY_HOP | {"date", "server"}
+RANK_HEADER = headers_of.RANK
 
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
+    """A session that keeps nothing of anybody: what an engine says is passed on as it is, cookies and packing too."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with aiohttp.ClientSession(
+        timeout=timeout,
+        connector=connector,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        auto_decompress=False,
+        skip_auto_headers={"User-Agent"},
+        middlewares=(_as_it_is,),
+    ) as session:
         yield session
 
 
-def forwarded(headers: Mapping[str, str]) -> dict[str, str]:
+async def _as_it_is(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """An engine that sends a client elsewhere is no engine: a prompt and its key go nowhere but where we chose."""
+    request.headers[hdrs.ACCEPT_ENCODING] = "identity"
+    answer = await handler(request)
+    if 300 <= answer.status < 400 and answer.status != 304:
+        answer.close()
+        raise RedirectedError(answer.status)
+    return answer
+
+
+class RedirectedError(aiohttp.ClientError):
+    """The engine answered with a redirect."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"it answered with a redirect ({status}), which is not followed")
+
+
+def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
     """What of a client's headers goes to the engines."""
-    return {key: value for key, value in headers.items() if key.lower() not in _NOT_FORWARDED}
+    return headers_of.forwarded(headers)
 
 
-def returned(answer: aiohttp.ClientResponse) -> dict[str, str]:
+def returned(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
     """What of an engine's headers goes to the client."""
-    return {key: value for key, value in answer.headers.items() if key.lower() not in _NOT_RETURNED}
+    return headers_of.returned(answer.headers)
 
 
 def engine_failed(status: int) -> bool:
@@ -91,8 +114,10 @@ def post_leg(
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     """Post, and leave the reading to the caller. A large body goes out piece by piece, not in one go on the loop."""
     content = io.BytesIO(json.dumps(leg).encode())
-    headers = {**headers, **rank_of(engine), "Content-Type": "application/json"}
-    return session.post(url_of(engine, path), data=content, headers=headers)
+    sent = CIMultiDict(headers)
+    sent.update(rank_of(engine))
+    sent["Content-Type"] = "application/json"
+    return session.post(url_of(engine, path), data=content, headers=sent)
 
 
 LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)

@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from multidict import CIMultiDict
 
 from kvbus.bus import Bus
 from kvbus.collector import SpanSink
@@ -38,6 +39,7 @@ class FakeApi:
         self.name = name
         self.requests: list[tuple[str, dict[str, Any], dict[str, str]]] = []
         self.status, self.body = 200, b'{"ok": true}'
+        self.headers: list[tuple[str, str]] = []
         self.stream: list[bytes] = []
         self.hold, self.hold_rest = asyncio.Event(), asyncio.Event()
         self.hold.set()
@@ -87,7 +89,8 @@ class FakeApi:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if not self.stream or self.status != 200 or not self.requests[-1][1].get("stream"):
             await self.hold.wait()
-            return web.Response(status=self.status, body=self.body, content_type="application/json")
+            headers = CIMultiDict([("Content-Type", "application/json"), *self.headers])
+            return web.Response(status=self.status, body=self.body, headers=headers)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         await self.hold.wait()
