@@ -80,7 +80,10 @@ def router(
     grace_s: Annotated[
         float, seconds(help="Once told to stop, how long running requests may take until they are broken off.", min=0)
     ] = 45,
-    max_connections: Annotated[int, typer.Option(help="Clients' connections; further ones get 503.", min=1)] = 4096,
+    max_connections: Annotated[int, typer.Option(help="Clients' connections; further ones get 503.", min=1)] = 8192,
+    keep_alive_s: Annotated[
+        float, seconds(help="How long a client's connection may be at rest; longer than your balancer keeps them.")
+    ] = 75,
     trace_file: Annotated[
         Path | None, typer.Option(help="Keep the last traces (32 to 64 MiB of them) in this file, as OTLP JSON.")
     ] = None,
@@ -114,6 +117,7 @@ def router(
             notice_s=notice_s,
             grace_s=grace_s,
             max_connections=max_connections,
+            keep_alive_s=keep_alive_s,
         )
         status = uvloop.run(run_router(config, host, port, settings, trace_file))
     raise typer.Exit(status)

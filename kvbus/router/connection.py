@@ -12,8 +12,6 @@ from aiohttp import web
 
 from kvbus.router.answers import INVALID, OVERLOADED, Answer, error
 
-# As long as nginx keeps its own by default; a balancer that keeps connections for longer must be told.
-KEEP_ALIVE_S = 75.0
 HEAD_S = 10.0  # from the first byte of a request to the end of its headers
 SPARE_HEAD_S = 2.0
 SETTLE_S = 0.5  # a request may be on its way on a connection that was opened, or answered, so short a time ago
@@ -42,9 +40,9 @@ class Connection(web.RequestHandler):
 
     __slots__ = ("_at_rest_since", "_door", "_head_due", "spare")
 
-    def __init__(self, server: web.Server, door: Door, *, spare: bool, **options: Any) -> None:
-        loop = asyncio.get_running_loop()
-        super().__init__(server, loop=loop, keepalive_timeout=KEEP_ALIVE_S, **options)
+    def __init__(self, server: web.Server, door: Door, *, spare: bool) -> None:
+        options: dict[str, Any] = server._kwargs  # as the runner was told; the server's own connections have them, too
+        super().__init__(server, loop=asyncio.get_running_loop(), **options)
         self._door, self.spare = door, spare
         self._head_due: asyncio.TimerHandle | None = None
         self._at_rest_since: float | None = None

@@ -182,7 +182,7 @@ class Listener:
             sock.setblocking(False)
             _watch_peer(sock)
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self._server, self, spare=spare, access_log=None), sock
+                lambda: Connection(self._server, self, spare=spare), sock
             )
         except OSError as failure:
             logger.debug("kvbus: a connection was gone at once: %s", failure)
@@ -199,7 +199,7 @@ def room_for(wanted: int) -> int:
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return wanted
     room = max(1, (soft - OTHER_DESCRIPTORS) // PER_CONNECTION)
-    logger.warning("kvbus: %d descriptors (ulimit -n) are enough for %d connections, not %d", soft, room, wanted)
+    logger.info("kvbus: %d descriptors (ulimit -n) are enough for %d connections, not for %d", soft, room, wanted)
     return room
 
 

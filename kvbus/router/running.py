@@ -85,13 +85,17 @@ async def run_router(config: Config, host: str, port: int, settings: Settings, t
             membership=Membership(dead_after_s=config.dead_after_s),
         )
         router = Router(node, settings, span_sinks=sinks)
-        runner = web.AppRunner(router.app(), handler_cancellation=True, access_log=None)
+        runner = web.AppRunner(
+            router.app(), handler_cancellation=True, access_log=None, keepalive_timeout=settings.keep_alive_s
+        )
         await runner.setup()
         assert runner.server is not None
         listener = Listener(runner.server, room_for(settings.max_connections), router.meters.connection_refused)
         router.meters.watch_connections(lambda: len(listener.connections))
         try:
             await _look_round(router, told)
+            if told.once.is_set():
+                return EXIT_OK
             listener.open(host, port)
             logger.info("kvbus: the router listens on http://%s:%d", host, port)
             await told.once.wait()

@@ -25,7 +25,8 @@ class Settings:
     max_takeovers: int = 3
     notice_s: float = 5.0
     grace_s: float = 45.0
-    max_connections: int = 4096
+    max_connections: int = 8192
+    keep_alive_s: float = 75.0
     takeover_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -120,10 +120,11 @@ def test_names_and_ports_agree_with_what_watches_them() -> None:
 
 
 def test_stopping_leaves_time_to_drain() -> None:
-    engine = typer.main.get_command(app).commands["engine"]  # type: ignore[attr-defined]
-    drain_s = next(each.default for each in engine.params if each.name == "drain_s")
-    for name in ("prefill", "decode"):
-        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= drain_s + 15
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    drain_s = next(each.default for each in commands["engine"].params if each.name == "drain_s")
+    grace_s = next(each.default for each in commands["router"].params if each.name == "grace_s")
+    for name, longest_s in (("prefill", drain_s), ("decode", drain_s), ("router", grace_s)):
+        assert int(SERVICES[name]["stop_grace_period"].removesuffix("s")) >= longest_s + 15
         assert SERVICES[name]["init"] is True
 
 

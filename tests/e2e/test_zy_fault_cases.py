@@ -475,7 +475,7 @@ async def test_what_was_posted_into_a_frozen_decode_engine_lands_in_nobodys_bloc
         await drop(asking)
         again = asyncio.create_task(complete(url(pair, D), second, 250))
         await eventually(lambda: D not in pair.observer.engines)
-    await eventually(lambda: is_healthy(pair.port, "/ready"))
+    await eventually(lambda: is_healthy(pair.port, "/ready?pairs=1"))
     assert not again.done()
     pushed = await complete(pair.url, third, 250)
     assert [(await again).tokens, pushed.tokens] == expected, "written over"

@@ -31,6 +31,8 @@ GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"
 class Door:
     """A listener in front of an application that answers ``/health`` and ``/held``, the latter when it may."""
 
+    keep_alive_s = 75.0
+
     def __init__(self) -> None:
         self.may = asyncio.Event()
         self.refused: Counter[str] = Counter()
@@ -50,7 +52,7 @@ class Door:
         app.on_response_prepare.append(self.in_flight.on_prepare)
         app.router.add_get("/health", self.health)
         app.router.add_get("/held", self.held)
-        self.runner = web.AppRunner(app)
+        self.runner = web.AppRunner(app, keepalive_timeout=self.keep_alive_s)
         await self.runner.setup()
         assert self.runner.server is not None
         self.listener = Listener(self.runner.server, LIMIT, lambda why: self.refused.update([why]))
@@ -77,8 +79,8 @@ class Door:
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[Door]:
-    made = Door()
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[Door]:
+    made = getattr(request, "param", Door)()
     await made.open()
     yield made
     await made.close()
@@ -94,8 +96,12 @@ async def rest_of(reader: asyncio.StreamReader) -> bytes:
         return await reader.read()
 
 
-async def test_what_is_at_rest_is_closed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "KEEP_ALIVE_S", 0.3)
+class BriefDoor(Door):
+    keep_alive_s = 0.3
+
+
+@pytest.mark.parametrize("door", [BriefDoor], indirect=True)
+async def test_what_is_at_rest_is_closed(door: Door) -> None:
     silent, _ = await door.client()
     served, _ = await door.client(GET % b"/health")
     assert await rest_of(silent) == b""
