@@ -6,7 +6,7 @@ The one rule: only this file knows which of aiohttp's private fields tell whethe
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from aiohttp import web
 
@@ -38,7 +38,7 @@ class Connection(web.RequestHandler):
         spare: there is no room for it but to say so, and to answer probes.
     """
 
-    __slots__ = ("_at_rest_since", "_door", "_head_due", "spare")
+    __slots__ = ("_at_rest_since", "_door", "_head_due", "_link", "spare")
 
     def __init__(self, server: web.Server, door: Door, *, spare: bool) -> None:
         options: dict[str, Any] = server._kwargs  # as the runner was told; the server's own connections have them, too
@@ -48,11 +48,17 @@ class Connection(web.RequestHandler):
         self._at_rest_since: float | None = None
 
     @property
+    def carries(self) -> bool:
+        """Whether there is a request on it: being read or answered, or its answer has not been taken."""
+        return self._waiter is None or self._waiter.done() or self._link.get_write_buffer_size() > 0
+
+    @property
     def busy(self) -> bool:
-        """Whether a request is being read or answered on it."""
-        return self._head_due is not None or self._waiter is None or self._waiter.done()
+        """Likewise; or the beginning of one."""
+        return self._head_due is not None or self.carries
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._link = cast("asyncio.Transport", transport)  # aiohttp forgets its own when it begins to close
         super().connection_made(transport)
         self._door.opened(self)
         if self.spare:
@@ -85,8 +91,7 @@ class Connection(web.RequestHandler):
 
     def abort(self) -> None:
         """Drop it, with what the client has not taken."""
-        if self.transport is not None:
-            self.transport.abort()
+        self._link.abort()
 
     def _expect_head(self, within_s: float) -> None:
         self._head_due = self._loop.call_later(within_s, self._head_is_late)

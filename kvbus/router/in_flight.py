@@ -63,21 +63,23 @@ class InFlight:
             response.force_close()
             response.headers["Connection"] = "close"
 
-    def break_off(self) -> int:
-        """End all of them now; returns how many."""
+    def break_off(self) -> None:
+        """End all of them now."""
         now = asyncio.get_running_loop().time()
         for scope in self._scopes:
             scope.reschedule(now)
-        return len(self._scopes)
 
     async def _last_word(self, request: web.Request) -> web.StreamResponse:
         begun = cast("web.StreamResponse | None", request.get(_RESPONSE))
         if begun is None or not begun.prepared:
             answer = error(503, STOPPED, UNAVAILABLE, headers={"Retry-After": "1"})
             return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-        if begun.content_type == "text/event-stream":
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                async with asyncio.timeout(LAST_WORD_S):
-                    await begun.write(error_event(error_body(503, STOPPED, UNAVAILABLE)))
-                    await begun.write_eof()
+        if begun.content_type != "text/event-stream":
+            if request.transport is not None:
+                request.transport.abort()  # an orderly end would pass for a whole answer
+            return begun
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            async with asyncio.timeout(LAST_WORD_S):
+                await begun.write(error_event(error_body(503, STOPPED, UNAVAILABLE)))
+                await begun.write_eof()
         return begun

