@@ -6,17 +6,24 @@ The one rule: only this file knows which of aiohttp's private fields tell whethe
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any, Protocol, cast
 
 from aiohttp import web
 
+from kvbus.metrics import OncePer
 from kvbus.router.answers import INVALID, OVERLOADED, Answer, error
 
 HEAD_S = 10.0  # from the first byte of a request to the end of its headers
 SPARE_HEAD_S = 2.0
 SETTLE_S = 0.5  # a request may be on its way on a connection that was opened, or answered, so short a time ago
+MAX_SAID_CHARS = 200
 LATE = error(408, f"the headers did not arrive within {HEAD_S:g} s", INVALID)
 FULL = error(503, "as many connections are open as are allowed", OVERLOADED, headers={"Retry-After": "1"})
+
+
+logger = logging.getLogger(__name__)
+_once = OncePer()
 
 
 class Door(Protocol):
@@ -42,7 +49,8 @@ class Connection(web.RequestHandler):
 
     def __init__(self, server: web.Server, door: Door, *, spare: bool) -> None:
         options: dict[str, Any] = server._kwargs  # as the runner was told; the server's own connections have them, too
-        super().__init__(server, loop=asyncio.get_running_loop(), **options)
+        # What a client has packed is refused, not unpacked: a few bytes may become gigabytes.
+        super().__init__(server, loop=asyncio.get_running_loop(), **{**options, "auto_decompress": False})
         self._door, self.spare = door, spare
         self._head_due: asyncio.TimerHandle | None = None
         self._at_rest_since: float | None = None
@@ -75,6 +83,21 @@ class Connection(web.RequestHandler):
         self._expect_no_head()
         super().connection_lost(exc)
         self._door.closed(self)
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        """What came is no HTTP: say so as everything is said here. Whoever scans ports must not fill the log."""
+        self._door.refused("malformed")
+        if status >= 500 and _once.due(type(exc).__name__):
+            logger.error("kvbus: a fault of the router", exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun, so no other one can be sent")
+        said = " ".join((message or type(exc).__name__).split())[:MAX_SAID_CHARS]
+        answer = error(status, f"the request cannot be read: {said}", INVALID)
+        response = web.Response(status=status, body=answer.body, headers=answer.headers)
+        response.force_close()
+        return response
 
     def close_at_rest(self, now: float) -> None:
         """Close it if nothing was asked on it for a while; to be called now and then."""

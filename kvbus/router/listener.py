@@ -44,7 +44,8 @@ class Listener:
     Args:
         server: what handles requests.
         limit: the most connections.
-        count: told why a connection got no answer to what was asked on it: ``limit``, ``descriptors``, ``slow``.
+        count: told why a connection got no answer to what was asked on it: ``limit``, ``descriptors``, ``slow``,
+            ``malformed``.
 
     """
 
@@ -113,6 +114,7 @@ class Listener:
                 "limit": f"{self._limit} connections are open, as many as are allowed (--max-connections)",
                 "descriptors": "no file descriptors are left (ulimit -n)",
                 "slow": "a client sends a request's headers too slowly",
+                "malformed": "what came is no HTTP",
             }[why]
             logger.warning("kvbus: connections are refused: %s (logged once a minute)", what)
 

@@ -15,7 +15,7 @@ from kvbus.ttft import Outcome, Path
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
-REFUSALS = ("limit", "descriptors", "slow")
+REFUSALS = ("limit", "descriptors", "slow", "malformed")
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -75,8 +75,8 @@ class Meters:
         )
         self._connections_refused = Counter(
             "kvbus_router_connections_refused",
-            "Clients' connections that were closed without an answer: limit (--max-connections), descriptors (none "
-            "were left), slow (headers did not arrive).",
+            "Clients' connections that were closed without an answer to what was asked: limit (--max-connections), "
+            "descriptors (none were left), slow (headers did not arrive), malformed (what came is no HTTP).",
             ["why"],
             registry=self.registry,
         )

@@ -6,7 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from kvbus.router.answers import INVALID, Answer, error
 
@@ -25,6 +27,12 @@ async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -
     Raises:
         BadRequestError: there is none; ``close`` if the connection must end, since the rest is still to come.
     """
+    packed = request.headers.get("Content-Encoding", "identity")
+    if packed.lower() != "identity":
+        message = f"Content-Encoding: {packed!r:.80} is not allowed; allowed: identity, which is a body as it is"
+        raise BadRequestError(error(415, message, INVALID), close=True)
+    if request.content_length is not None and request.content_length > max_body_mib << 20:
+        raise BadRequestError(_too_large(max_body_mib), close=True)
     try:
         async with asyncio.timeout(timeout_s):
             content = await request.read()
@@ -32,9 +40,15 @@ async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -
         message = f"the body did not arrive within {timeout_s:g} s"
         raise BadRequestError(error(408, message, INVALID), close=True) from None
     except web.HTTPRequestEntityTooLarge:
-        message = f"the body is larger than the {max_body_mib} MiB that are allowed"
-        raise BadRequestError(error(413, message, INVALID), close=True) from None
+        raise BadRequestError(_too_large(max_body_mib), close=True) from None
+    except (aiohttp.ClientPayloadError, web.RequestPayloadError, HttpProcessingError) as failure:
+        message = f"the body cannot be read: {' '.join(str(failure).split())[:200]}"
+        raise BadRequestError(error(400, message, INVALID), close=True) from None
     return parse(content)
+
+
+def _too_large(max_body_mib: int) -> Answer:
+    return error(413, f"the body is larger than the {max_body_mib} MiB that are allowed", INVALID)
 
 
 def parse(content: bytes) -> dict[str, Any]:
