@@ -1,4 +1,4 @@
-"""What the router itself answers: errors in OpenAI's form. Pure."""
+"""What the router itself answers: errors in OpenAI's form, which is Anthropic's as well. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Answer:
 
 
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:
-    return json.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}}).encode()
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return json.dumps({"type": "error", "error": error}).encode()
 
 
 def error(

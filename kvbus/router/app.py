@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from random import Random
 
 from aiohttp import web
@@ -20,7 +21,6 @@ from kvbus.messages import (
     CancelAck,
     Heartbeat,
     RegistrationAck,
-    State,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -28,20 +28,25 @@ from kvbus.messages import (
 from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.router import upstream
-from kvbus.router.answers import BAD_GATEWAY, NOT_FOUND, UNAVAILABLE, Answer, error
-from kvbus.router.choose import Choice, is_usable
+from kvbus.router.answers import NOT_FOUND, error
+from kvbus.router.asking import Asker
+from kvbus.router.choose import Choice, key_of
+from kvbus.router.dialects import CHAT, RESPONSES, Body, Dialect, must_be_alone
 from kvbus.router.errors import in_openais_form
+from kvbus.router.fleet import Fleet
 from kvbus.router.flight import Flight
 from kvbus.router.gate import Gate, TurnedAwayError
 from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.in_flight import InFlight
 from kvbus.router.job import Job
-from kvbus.router.legs import Body, must_be_alone, new_transfer_id
+from kvbus.router.legs import new_transfer_id
 from kvbus.router.loads import Loads
 from kvbus.router.meters import CONTENT_TYPE, Meters
-from kvbus.router.models import merge_models
+from kvbus.router.names import Names
+from kvbus.router.passing import Passing, respond
 from kvbus.router.readiness import Readiness, readiness_of
 from kvbus.router.reading import BadRequestError, read_body
+from kvbus.router.routes import ROUTES, How, Route
 from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
 from kvbus.router.settings import Settings
@@ -51,15 +56,14 @@ from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER_S = "5"
 _NAME = web.RequestKey("request id", str)
-ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
 
 
 class Router:
     """The front door over a node's membership. Lives in one event loop.
 
     Args:
+        engine_key: the key that engines with ``--api-key`` want to hear when the router asks them for their names.
         span_sinks: where traces go; without any, requests are not traced, and clients' trace contexts pass through.
     """
 
@@ -69,6 +73,7 @@ class Router:
         settings: Settings | None = None,
         chance: Random | None = None,
         span_sinks: Sequence[SpanSink] = (),
+        engine_key: str = "",
     ) -> None:
         self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
         self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
@@ -77,6 +82,9 @@ class Router:
         self._bus_changed_at = time.monotonic()
         node.watch_bus(self._on_bus)
         self._meters.watch_readiness(lambda: self.readiness().ready, lambda: len(self.readiness().lacking))
+        self._names = Names()
+        self._asker = Asker(node.membership, self._names, engine_key)
+        self._fleet = Fleet(node, self._names, self._asker)
         self._gates: dict[str, Gate] = {}
         self._servings: dict[str, Serving] = {}
         self._meters.watch(lambda: len(self._servings), lambda: sum(gate.queued for gate in self._gates.values()))
@@ -91,14 +99,14 @@ class Router:
         )
         app.on_response_prepare.append(self.in_flight.on_prepare)
         app.on_response_prepare.append(_echo_request_id)
-        app.router.add_post("/v1/completions", self._serve)
-        app.router.add_post("/v1/chat/completions", self._serve)
-        app.router.add_post("/tokenize", self._pass_on)
-        app.router.add_post("/detokenize", self._pass_on)
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/health", self._health)
-        app.router.add_get("/ready", self._ready)
-        app.router.add_get("/metrics", self._metrics)
+        own = {"/ready": self._ready, "/metrics": self._metrics, "/load": self._load}
+        for route in ROUTES:
+            handler = own.get(route.path, self._health) if route.how is How.OWN else partial(self._handle, route)
+            for method in route.methods:
+                if method == "GET":
+                    app.router.add_get(route.path, handler)  # and HEAD
+                else:
+                    app.router.add_route(method, route.path, handler)
         app.cleanup_ctx.append(self._life)
         return app
 
@@ -107,7 +115,8 @@ class Router:
         return self._meters
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
-        async with self._node, upstream.open_session() as self._session:
+        async with self._node, upstream.open_session() as self._session, self._asker.asking(self._session):
+            self._passing = Passing(self._session, self._fleet, self._asker, self._loads, self._settings, self._chance)
             yield
             if self._collector is not None:
                 await self._collector.settle()
@@ -138,7 +147,12 @@ class Router:
     async def _metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._meters.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
+    async def _load(self, request: web.Request) -> web.Response:
+        """In vLLM's words; of this router's requests."""
+        return web.json_response({"server_load": len(self._servings)})
+
     def _on_peer(self, change: Change) -> None:
+        self._asker.on_peer(change)
         if isinstance(change, PeerLeft):
             self._loads.forget(change.engine)
             for serving in list(self._servings.values()):
@@ -162,54 +176,33 @@ class Router:
         if serving is not None:
             serving.transfer_lost(message.source_engine, message.attempt, why)
 
-    # Requests that one decode engine answers
-
-    async def _models(self, request: web.Request) -> web.Response:
-        answers: dict[str, Answer] = {}
-        failed = error(503, "no decode engine is ready", UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S})
-        for engine in self._usable(None):
-            if engine.model in answers:
-                continue
-            try:
-                async with (
-                    asyncio.timeout(ASIDE_S),
-                    self._session.get(upstream.url_of(engine, request.path)) as got,
-                ):
-                    answer = await upstream.whole(got)
-            except upstream.LOST as failure:
-                failed = error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY)
-                continue
-            if answer.status == 200:
-                answers[engine.model] = answer
-            else:
-                failed = answer
-        return _response(merge_models([answers[model] for model in sorted(answers)]) if answers else failed)
-
-    async def _pass_on(self, request: web.Request) -> web.Response:
-        body = await self._read(request)
-        engines = self._usable(body.get("model"))
-        if not engines:
-            return _response(self._no_engine(body.get("model")))
-        engine = min(engines, key=self._loads.decode)
-        headers = upstream.forwarded(request.headers)
-        try:
-            async with asyncio.timeout(ASIDE_S):
-                return _response(await upstream.post(self._session, engine, request.path, body, headers))
-        except upstream.LOST as failure:
-            return _response(error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY))
+    async def _handle(self, route: Route, request: web.Request) -> web.StreamResponse:
+        match route.how:
+            case How.PAIR:
+                return await self._serve(route, request)
+            case How.HOLDER:
+                return await self._passing.to_holder(request)
+            case How.EVERY:
+                return await self._passing.to_every(route, request)
+            case How.MODELS:
+                return await self._passing.models(request)
+            case How.NOT:
+                return respond(error(404, f"{request.path:.200} is not routed: {route.why}", NOT_FOUND))
+            case _:
+                return await self._passing.to_one(route, request)
 
     # Requests that two engines serve
 
-    async def _serve(self, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         arrived_at = time.monotonic()
         try:
             body = await self._read(request)
-            model = body.get("model")
-            usable = self._usable(model)
-            if not usable:
-                raise BadRequestError(self._no_engine(model))
-            async with self._gate(usable[0].model).enter(payer_of(body, request.headers, request.remote)):
-                return await self._fly(request, body, usable[0].model, arrived_at)
+            engines = await self._fleet.find(body.get("model"), request.headers)
+            only = None
+            if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
+                only = await self._passing.pinned(earlier, body.get("model"), request.headers)
+            async with self._gate(engines[0].model).enter(payer_of(body, request.headers, request.remote)):
+                return await self._fly(request, route.dialect or CHAT, body, only, arrived_at)
         except BadRequestError as refused:
             self._meters.refused(refused.answer.status)
             raise
@@ -218,36 +211,39 @@ class Router:
             raise
         except TurnedAwayError as away:
             self._meters.refused(away.answer.status)
-            return _response(away.answer)
+            return respond(away.answer)
 
-    async def _fly(self, request: web.Request, body: Body, model: str, arrived_at: float) -> web.StreamResponse:
-        transfer_id = new_transfer_id()
-        tokens, session = prompt_tokens(body), affinity_of(body, request.headers.get(SESSION_HEADER))
-        alone, settings = must_be_alone(body), self._settings
+    async def _fly(
+        self, request: web.Request, dialect: Dialect, body: Body, only: Heartbeat | None, arrived_at: float
+    ) -> web.StreamResponse:
+        transfer_id, model = new_transfer_id(), body.get("model")
+        prompt = dialect.as_prompt(body)
+        tokens, session = prompt_tokens(prompt), affinity_of(prompt, request.headers.get(SESSION_HEADER))
+        alone, settings = must_be_alone(body, dialect), self._settings
 
         def choice() -> Choice:
-            engines = self._node.membership.peers()
-            return Choice(
-                engines, model, self._loads, self._chance, session, tokens, alone, most=settings.max_in_flight
-            )
+            engines = self._fleet.serving(model)
+            if only is not None:
+                engines = [engine for engine in engines if key_of(engine) == key_of(only)]
+            most = settings.max_in_flight
+            return Choice(engines, self._loads, self._chance, session, tokens, alone, dialect.ranked, most)
 
         now = choice()
         source = now.source(None)
         sink = now.sink(source)
         if sink is None:  # the last one left while this request waited for its turn
-            raise BadRequestError(self._no_engine(model))
-        if source is None and not alone and self._once.due("alone"):
-            logger.warning("kvbus: no prefill engine is ready: decode engines compute prompts themselves")
+            raise BadRequestError(self._fleet.nobody(model))
+        if source is None and not alone:
+            self._note_alone(model)
         traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
         headers = upstream.forwarded(request.headers)
         headers[REQUEST_ID] = request[_NAME] = request_id_of(request.headers) or transfer_id
         if traceparent:
             headers["traceparent"] = traceparent
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
-        job = Job(request.path, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
-        serving = Serving(
-            job, begun, choice, self._node, self._session, self._loads, self._meters, settings.first_token_s
-        )
+        job = Job(request.path, dialect, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
+        outside = (self._node, self._session, self._loads, self._meters, self._names)
+        serving = Serving(job, begun, choice, *outside, settings.first_token_s)
         self._servings[transfer_id] = serving
         try:
             return await serving.run(request)
@@ -271,34 +267,26 @@ class Router:
     async def _read(self, request: web.Request) -> Body:
         return await read_body(request, self._settings.body_timeout_s, self._settings.max_body_mib)
 
-    def _usable(self, model: str | None) -> list[Heartbeat]:
-        return [peer for peer in self._node.membership.peers(decode=True) if is_usable(peer, model)]
+    def _note_alone(self, model: str | None) -> None:
+        """Decode computes a prompt itself though nothing in the request asks for it."""
+        ready = self._node.membership.peers(prefill=True, ready=True)
+        named = (
+            model is not None and bool(ready) and not any(engine.role.prefills for engine in self._fleet.serving(model))
+        )
+        self._meters.alone("name" if named else "none_fits" if ready else "none_ready")
+        if self._once.due(("alone", model if named else bool(ready))):
+            why = f"no prefill engine serves {model!r:.200}" if named else "no prefill engine that fits is ready"
+            logger.warning("kvbus: %s: decode engines compute prompts themselves", why)
 
     def _gate(self, model: str) -> Gate:
         if model not in self._gates:
             limits = self._settings
             self._gates[model] = Gate(
-                lambda: limits.max_in_flight * len(self._usable(model)), limits.max_queue, limits.max_wait_s
+                lambda: limits.max_in_flight * len(self._fleet.decoding(model)), limits.max_queue, limits.max_wait_s
             )
         return self._gates[model]
-
-    def _no_engine(self, model: str | None) -> Answer:
-        served = sorted({peer.model for peer in self._node.membership.peers()})
-        if model is not None and served and model not in served:
-            message = f"the model {model!r:.200} does not exist; served: {', '.join(served)}"
-            return error(404, message, NOT_FOUND, "model")
-        missing = "no decode engine is ready"
-        if not self._node.bus.connected:
-            missing = "the bus is not connected, so no engine is known"
-        elif any(peer.state is State.DRAINING for peer in self._node.membership.peers(decode=True)):
-            missing = "no decode engine is ready: the last ones are draining"
-        return error(503, missing, UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S})
 
 
 async def _echo_request_id(request: web.Request, response: web.StreamResponse) -> None:
     """On every answer, so that a client can name a request that went wrong."""
     response.headers[REQUEST_ID] = request.get(_NAME) or request_id_of(request.headers) or new_transfer_id()
-
-
-def _response(answer: Answer) -> web.Response:
-    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)

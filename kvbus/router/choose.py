@@ -21,36 +21,18 @@ Key = tuple[str, int]
 """An engine and its incarnation."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    prefill: Heartbeat
-    decode: Heartbeat
-
-
 def key_of(engine: Heartbeat) -> Key:
     return (engine.engine, engine.incarnation)
 
 
-def is_usable(engine: Heartbeat, model: str | None) -> bool:
-    """Whether it takes new requests for this model; None: for any."""
-    return engine.state is State.READY and bool(engine.address) and (model is None or engine.model == model)
+def is_usable(engine: Heartbeat) -> bool:
+    """Whether it takes new requests."""
+    return engine.state is State.READY and bool(engine.address)
 
 
 def fit(prefill: Heartbeat, decode: Heartbeat) -> bool:
     """Whether KV can go from one to the other."""
     return prefill.engine != decode.engine and not differences(prefill, decode)
-
-
-def pairs(engines: Sequence[Heartbeat], model: str | None) -> list[Pair]:
-    """Every pair that could serve a request."""
-    usable = [engine for engine in engines if is_usable(engine, model)]
-    return [
-        Pair(prefill, decode)
-        for prefill in usable
-        if prefill.role.prefills
-        for decode in usable
-        if decode.role.decodes and fit(prefill, decode)
-    ]
 
 
 def rank(session: str, engines: Sequence[Heartbeat]) -> list[Heartbeat]:
@@ -93,19 +75,22 @@ class Choice:
     """What can be chosen for one request, as things stand now.
 
     Args:
+        engines: those that serve the model that is asked for.
         tokens: of the prompt, about. What an engine has kept of it saves at most so much work, so the session's own
             engine may have so much more to do.
         alone: the decode engine must compute the prompt itself.
+        ranked: a leg reaches the data parallel rank that it names; else ranks are no party to a transfer, since nobody
+            knows which of them would get it.
         most: a decode engine that has got so many requests of ours gets more only if there is no other.
     """
 
     engines: Sequence[Heartbeat]
-    model: str | None
     loads: Loads
     chance: Random
     session: str = ""
     tokens: int = 0
     alone: bool = False
+    ranked: bool = True
     most: int = 1 << 30
 
     def source(self, sink: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
@@ -118,7 +103,7 @@ class Choice:
             for engine in self.engines
             if engine.role.prefills
             and self._is_open(engine, without)
-            and any(fit(engine, each) for each in sinks if key_of(each) != key_of(engine))
+            and any(self._fit(engine, each) for each in sinks if key_of(each) != key_of(engine))
         ]
         return choose_one(
             self._trusted(fitting), self.loads.prefill, self.chance, session=self.session, slack=float(self.tokens)
@@ -126,7 +111,7 @@ class Choice:
 
     def sink(self, source: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
         """A decode engine that takes KV from ``source``; None for it: any."""
-        fitting = [engine for engine in self._sinks(without) if source is None or fit(source, engine)]
+        fitting = [engine for engine in self._sinks(without) if source is None or self._fit(source, engine)]
         roomy = [engine for engine in fitting if self.loads.own(engine) < self.most] or fitting
         return choose_one(
             self._trusted(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
@@ -136,7 +121,10 @@ class Choice:
         return [engine for engine in self.engines if engine.role.decodes and self._is_open(engine, without)]
 
     def _is_open(self, engine: Heartbeat, without: Collection[Key]) -> bool:
-        return is_usable(engine, self.model) and key_of(engine) not in without
+        return is_usable(engine) and key_of(engine) not in without
+
+    def _fit(self, prefill: Heartbeat, decode: Heartbeat) -> bool:
+        return fit(prefill, decode) and (self.ranked or not (prefill.data_parallel or decode.data_parallel))
 
     def _trusted(self, engines: list[Heartbeat]) -> list[Heartbeat]:
         return [engine for engine in engines if not self.loads.is_suspect(engine)] or engines

@@ -9,6 +9,7 @@ from aiohttp.typedefs import Handler
 
 from kvbus.router.answers import INVALID, NOT_FOUND, Answer, error
 from kvbus.router.reading import BadRequestError
+from kvbus.router.routes import unknown
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,7 @@ async def in_openais_form(request: web.Request, handler: Handler) -> web.StreamR
     except BadRequestError as refused:
         return _response(refused.answer, close=refused.close)
     except web.HTTPNotFound:
-        message = f"there is no {request.path:.200}; there are {', '.join(_paths(request.app))}"
-        return _response(error(404, message, NOT_FOUND))
+        return _response(error(404, unknown(request.path), NOT_FOUND))
     except web.HTTPMethodNotAllowed as refused:
         allowed = ", ".join(sorted(refused.allowed_methods))
         answer = error(
@@ -37,10 +37,6 @@ async def in_openais_form(request: web.Request, handler: Handler) -> web.StreamR
     except Exception:
         logger.exception("kvbus: a fault of the router, %s %s", request.method, request.path)
         return _response(error(500, "a fault of the router; see its log", "internal_error"))
-
-
-def _paths(app: web.Application) -> list[str]:
-    return sorted({resource.canonical for resource in app.router.resources()})
 
 
 def _response(answer: Answer, *, close: bool = False) -> web.Response:

@@ -1,7 +1,7 @@
-"""Server-sent events of a stream of tokens: where the first token is, and where a line ends. Pure.
+"""Server-sent events of a stream of tokens: where the first token is, and where an event ends. Pure.
 
 An engine opens its stream, and may say who speaks, before it has a token; and what goes wrong from then on it says in
-an event, under status 200.
+an event, under status 200. The APIs differ in their events, but not in ways that contradict each other.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 MAX_HEAD_BYTES = 1 << 20
 _NOT_A_TOKEN = ("role", "refusal")
+_OPENINGS = frozenset({"response.created", "response.queued", "response.in_progress", "message_start", "ping"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ def look(head: bytes) -> Nothing | Token | Failure:
 def _look_at(event: Any) -> Nothing | Token | Failure:
     if not isinstance(event, dict):
         return Token()
-    error = event.get("error")
+    if event.get("type") in _OPENINGS:
+        return Nothing()
+    error = event if event.get("type") == "error" and "error" not in event else event.get("error")
     if isinstance(error, dict):
         code = error.get("code")
         return Failure(
@@ -75,12 +78,12 @@ def _has_content(choice: Any) -> bool:
     return isinstance(delta, dict) and any(value for key, value in delta.items() if key not in _NOT_A_TOKEN)
 
 
-def whole_lines(held: bytes) -> tuple[bytes, bytes]:
-    """What of a stream may be passed on now, and what not: half a line of an engine that then dies is no event."""
-    end = held.rfind(b"\n") + 1
-    return held[:end], held[end:]
+def whole_events(held: bytes) -> tuple[bytes, bytes]:
+    """What of a stream may be passed on now, and what not: half an event of an engine that then dies is none."""
+    end = max(held.rfind(b"\n\n") + 2, held.rfind(b"\n\r\n") + 3)
+    return (held[:end], held[end:]) if end > 2 else (b"", held)
 
 
-def error_event(body: bytes) -> bytes:
-    """An error in the middle of a stream; OpenAI's clients raise it."""
-    return b"\ndata: " + body + b"\n\n"
+def error_event(body: bytes, *, named: bool = False) -> bytes:
+    """An error in the middle of a stream; OpenAI's clients raise it, and where events are ``named``, Anthropic's."""
+    return (b"\nevent: error" if named else b"") + b"\ndata: " + body + b"\n\n"

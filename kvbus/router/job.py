@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvbus.collector import Trace
-from kvbus.router.legs import Body
+from kvbus.router.dialects import Body, Dialect
 from kvbus.ttft import MarkName
 
 
@@ -18,6 +18,7 @@ class Job:
     """
 
     path: str
+    dialect: Dialect
     body: Body
     headers: Mapping[str, str]
     transfer_id: str

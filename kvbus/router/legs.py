@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-MAX_TRANSFERS = 256
+from kvbus.router.dialects import CHAT, Body, Dialect
 
-Body = dict[str, Any]
+MAX_TRANSFERS = 256
 
 # What only shapes the answer. The prefill engine's is thrown away, so it must not refuse for it, nor compute it.
 # Whatever may be in the prompt stays: some chat templates render tools, tool_choice and response_format.
@@ -18,6 +18,7 @@ _OF_THE_ANSWER = frozenset(
         "best_of",
         "echo",
         "frequency_penalty",
+        "include",
         "include_stop_str_in_output",
         "logit_bias",
         "logprobs",
@@ -28,6 +29,7 @@ _OF_THE_ANSWER = frozenset(
         "return_tokens_as_token_ids",
         "seed",
         "stop",
+        "stop_sequences",
         "stop_token_ids",
         "stream_options",
         "suffix",
@@ -40,9 +42,9 @@ def new_transfer_id() -> str:
     return secrets.token_hex(16)
 
 
-def transfers_of(body: Mapping[str, Any], transfer_id: str) -> list[str]:
+def transfers_of(body: Mapping[str, Any], transfer_id: str, dialect: Dialect = CHAT) -> list[str]:
     """What the engines call the transfers of one request: one for each sample of each prompt."""
-    samples, prompt = body.get("n"), body.get("prompt")
+    samples, prompt = dialect.parameters_of(body).get("n"), body.get("prompt")
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts = len(prompt) if isinstance(prompt, list) and several else 1
     names = [
@@ -53,21 +55,15 @@ def transfers_of(body: Mapping[str, Any], transfer_id: str) -> list[str]:
     return names[:MAX_TRANSFERS]
 
 
-def must_be_alone(body: Mapping[str, Any]) -> bool:
-    """Whether only an engine that computes the prompt itself can answer: with log probabilities of the prompt's own
-    tokens, or by a beam search, whose many inner requests are no transfers."""
-    logprobs = body.get("logprobs")
-    echoes_logprobs = bool(body.get("echo")) and logprobs is not None and logprobs is not False
-    return body.get("prompt_logprobs") is not None or echoes_logprobs or body.get("use_beam_search") is True
-
-
-def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str) -> Body:
+def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, dialect: Dialect = CHAT) -> Body:
     """What the prefill engine gets: the same prompt, one token, no stream."""
-    leg = {key: value for key, value in body.items() if key not in _OF_THE_ANSWER}
-    leg["stream"] = False
-    leg["max_tokens"] = 1
-    if "max_completion_tokens" in leg:
-        leg["max_completion_tokens"] = 1
+    leg = _of_the_prompt(body)
+    parameters = leg
+    if dialect.parameters and isinstance(body.get(dialect.parameters), dict):
+        parameters = leg[dialect.parameters] = _of_the_prompt(body[dialect.parameters])
+    first, *others = dialect.limits
+    parameters.update({first: 1}, **{limit: 1 for limit in others if limit in parameters})
+    leg.update(dict.fromkeys(("stream", *dialect.never), False))
     leg["kv_transfer_params"] = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -75,6 +71,10 @@ def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str) -> 
         "traceparent": traceparent,
     }
     return leg
+
+
+def _of_the_prompt(fields: Mapping[str, Any]) -> Body:
+    return {key: value for key, value in fields.items() if key not in _OF_THE_ANSWER}
 
 
 def decode_leg(

@@ -66,6 +66,13 @@ class Meters:
             ["lost"],
             registry=self.registry,
         )
+        self._alone = Counter(
+            "kvbus_router_alone",
+            "Requests whose prompt decode had to compute itself, by why: none_ready (no prefill engine is), name (none "
+            "serves the model by that name, a LoRA adapter perhaps), none_fits.",
+            ["why"],
+            registry=self.registry,
+        )
         self._stages = Histogram(
             "kvbus_router_stage_seconds",
             "Stages of traced requests' time to first token.",
@@ -87,6 +94,8 @@ class Meters:
             self._requests.labels(outcome)
         for lost in ("prefill", "decode"):
             self._takeovers.labels(lost)
+        for why in ("none_ready", "name", "none_fits"):
+            self._alone.labels(why)
         self._in_flight = Gauge("kvbus_router_in_flight", "Requests at the engines.", registry=self.registry)
         self._queued = Gauge("kvbus_router_queue_length", "Requests that wait in the router.", registry=self.registry)
         self._ready = Gauge("kvbus_router_ready", "1 if requests can be answered.", registry=self.registry)
@@ -134,6 +143,9 @@ class Meters:
 
     def took_over(self, kind: str) -> None:
         self._takeovers.labels(kind).inc()
+
+    def alone(self, why: str) -> None:
+        self._alone.labels(why).inc()
 
     def path(self, path: Path) -> None:
         """The way of a traced request. Any thread."""

@@ -60,7 +60,7 @@ def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = Non
     models: dict[str, dict[str, list[str]]] = {}
     has_pair = serves = False
     for model in sorted({engine.model for engine in engines}):
-        usable = [engine for engine in engines if is_usable(engine, model)]
+        usable = [engine for engine in engines if engine.model == model and is_usable(engine)]
         prefill = [engine for engine in usable if engine.role.prefills]
         decode = [engine for engine in usable if engine.role.decodes]
         models[model] = {"prefill": [each.engine for each in prefill], "decode": [each.engine for each in decode]}

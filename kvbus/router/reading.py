@@ -22,10 +22,15 @@ class BadRequestError(Exception):
 
 
 async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -> dict[str, Any]:
-    """The JSON object in a request.
+    """The JSON object in a request; raises what the others do."""
+    return parse(await read_content(request, timeout_s, max_body_mib))
+
+
+async def read_content(request: web.Request, timeout_s: float, max_body_mib: int) -> bytes:
+    """A request's body.
 
     Raises:
-        BadRequestError: there is none; ``close`` if the connection must end, since the rest is still to come.
+        BadRequestError: it does not come, or is too large; the connection must end, since the rest is still to come.
     """
     packed = request.headers.get("Content-Encoding", "identity")
     if packed.lower() != "identity":
@@ -35,7 +40,7 @@ async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -
         raise BadRequestError(_too_large(max_body_mib), close=True)
     try:
         async with asyncio.timeout(timeout_s):
-            content = await request.read()
+            return await request.read()
     except TimeoutError:
         message = f"the body did not arrive within {timeout_s:g} s"
         raise BadRequestError(error(408, message, INVALID), close=True) from None
@@ -44,7 +49,6 @@ async def read_body(request: web.Request, timeout_s: float, max_body_mib: int) -
     except (aiohttp.ClientPayloadError, web.RequestPayloadError, HttpProcessingError) as failure:
         message = f"the body cannot be read: {' '.join(str(failure).split())[:200]}"
         raise BadRequestError(error(400, message, INVALID), close=True) from None
-    return parse(content)
 
 
 def _too_large(max_body_mib: int) -> Answer:
@@ -52,7 +56,11 @@ def _too_large(max_body_mib: int) -> Answer:
 
 
 def parse(content: bytes) -> dict[str, Any]:
-    """Likewise, of a whole body."""
+    """The JSON object in a body.
+
+    Raises:
+        BadRequestError: there is none, or its model is no name.
+    """
     try:
         body = json.loads(content)
     except (ValueError, RecursionError) as failure:

@@ -17,17 +17,19 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvbus.errors import PayloadTooLargeError
-from kvbus.messages import Cancel
+from kvbus.messages import Cancel, Heartbeat
 from kvbus.node import Node
 from kvbus.router import flying, upstream
 from kvbus.router.answers import BAD_GATEWAY, Answer, error, error_body
 from kvbus.router.choose import Choice, key_of
+from kvbus.router.dialects import Body
 from kvbus.router.events import Failure, Nothing, Token, error_event
 from kvbus.router.flight import Flight
 from kvbus.router.job import Job
-from kvbus.router.legs import Body, decode_leg, prefill_leg, transfers_of
+from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
 from kvbus.router.loads import Loads
 from kvbus.router.meters import Meters
+from kvbus.router.names import Names
 from kvbus.router.rebinding import ask_rebind
 from kvbus.router.streaming import Stream, StreamBrokenError
 from kvbus.ttft import WHOLE, MarkName
@@ -40,6 +42,8 @@ DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
 UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 """Asks proxies between us and the client to pass a stream on as it comes."""
+# Of a prefill engine: it has not got the model (any more), not this API, or another key. No word on the request.
+NO_VERDICT = frozenset({401, 403, 404, 405, 501})
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
 
 
@@ -60,10 +64,11 @@ class Serving:
         session: aiohttp.ClientSession,
         loads: Loads,
         meters: Meters,
+        names: Names,
         first_token_s: float,
     ) -> None:
         self._job, self._flight, self._choice = job, begun, choice
-        self._node, self._session, self._loads, self._meters = node, session, loads, meters
+        self._node, self._session, self._loads, self._meters, self._names = node, session, loads, meters, names
         self._first_token_s = first_token_s
         self._events: asyncio.Queue[flying.Event | BaseException] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -156,7 +161,7 @@ class Serving:
 
     async def _prefill(self, send: flying.SendPrefill) -> None:
         job, engine = self._job, send.source
-        leg = prefill_leg(job.body, job.transfer_id, job.traceparent)
+        leg = prefill_leg(job.body, job.transfer_id, job.traceparent, job.dialect)
         with self._loads.counted(engine, self._job.tokens):
             try:
                 answer = await upstream.post(self._session, engine, job.path, leg, job.headers)
@@ -164,8 +169,11 @@ class Serving:
                 self._loads.suspect(engine)
                 self._events.put_nowait(flying.SourceLost(send.attempt, upstream.why(failure)))
                 return
+        self._look_for_name(engine, answer)
         if upstream.engine_failed(answer.status):
             self._loads.suspect(engine)
+            self._events.put_nowait(flying.SourceLost(send.attempt, f"status {answer.status}"))
+        elif answer.status in NO_VERDICT:
             self._events.put_nowait(flying.SourceLost(send.attempt, f"status {answer.status}"))
         elif answer.status >= 400:
             self._events.put_nowait(flying.SourceRefused(send.attempt, answer))
@@ -186,6 +194,7 @@ class Serving:
                         event = await self._first_token(answer, attempt)
                     else:
                         self._whole = await upstream.whole(answer)
+                        self._look_for_name(engine, self._whole)
                         event = _meaning_of(self._whole, attempt)
                     if isinstance(event, flying.SinkLost):
                         self._loads.suspect(engine)
@@ -272,9 +281,15 @@ class Serving:
         logger.warning("kvbus: request %s: %s", self._job.transfer_id, message)
         self._meters.broken()
         self._perform(self._flight.apply(flying.ClientLeft(), self._choice()))
-        return error_event(error_body(502, message, BAD_GATEWAY))
+        return error_event(error_body(502, message, BAD_GATEWAY), named=self._job.dialect.named_events)
 
     # Small matters
+
+    def _look_for_name(self, engine: Heartbeat, answer: Answer) -> None:
+        """An adapter may have been unloaded since the engine was asked for its names."""
+        model = self._job.body.get("model")
+        if answer.status == 404 and model is not None:
+            self._names.forget_name(engine, model)
 
     def _decode_leg(self, send: flying.SendDecode) -> Body:
         job = self._job
@@ -297,7 +312,7 @@ class Serving:
         """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its
         connector heard of the request. What the decode engine itself says of it is not disturbed."""
         subject, sink = self._node.subjects.cancels(release.source.engine), release.sink
-        for each in transfers_of(self._job.body, self._job.transfer_id):
+        for each in transfers_of(self._job.body, self._job.transfer_id, self._job.dialect):
             reason = "decode did not serve the request"
             cancel = Cancel(each, release.attempt, sink.engine, sink.incarnation, each, reason)
             with contextlib.suppress(PayloadTooLargeError):

@@ -1,4 +1,4 @@
-"""An engine's stream of events: waits for its first token, then gives out what comes, whole lines at a time."""
+"""An engine's stream of events: waits for its first token, then gives out what comes, whole events at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 
 from kvbus.router import upstream
-from kvbus.router.events import Failure, Nothing, Token, look, whole_lines
+from kvbus.router.events import Failure, Nothing, Token, look, whole_events
 
 SILENCE_S = 5.0  # of an engine that has left the bus in the middle of its answer: it may have lost the bus only
 
@@ -57,7 +57,7 @@ class Stream:
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
-            ready, self._held = whole_lines(self._held)
+            ready, self._held = whole_events(self._held)
             if ready:
                 yield ready
             chunk = await self._read()

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.choose import Choice, Pair, pairs
-from kvbus.router.events import Failure, Nothing, Token, look, whole_lines
-from kvbus.router.legs import Body, decode_leg, must_be_alone, prefill_leg
+from kvbus.router.choose import Choice
+from kvbus.router.dialects import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
+from kvbus.router.events import Failure, Nothing, Token, error_event, look, whole_events
+from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
 from kvbus.router.loads import Loads
+from kvbus.router.names import MAX_NAMES, Names, read_list
 from kvbus.router.session import affinity_of, payer_of, prompt_tokens
 from kvbus.router.turns import Turns
 
@@ -27,7 +29,7 @@ BODY = {
     "n": 2,
     "unknown": "kept",
 }
-CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+TURNS = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
 P = Heartbeat("P", 1, 1, Role.PREFILL, State.READY, 1, "m", "h:1", compat=(("dtype", "a"),))
 D = replace(P, engine="D", role=Role.DECODE, address="h:2")
 
@@ -58,28 +60,128 @@ def test_the_decode_leg_is_the_clients_request_with_a_hint() -> None:
     assert (params["do_remote_prefill"], params["transfer_id"], params["prefill_engine_id"]) == (True, "t", "P")
 
 
-def choice(*engines: Heartbeat, loads: Loads | None = None, seed: int = 0, **more: Any) -> Choice:
-    return Choice(engines, more.pop("model", None), loads or Loads(), Random(seed), **more)
+@pytest.mark.parametrize(
+    ("dialect", "body", "changed"),
+    [
+        (CHAT, {"max_completion_tokens": 9, "stop": "x"}, {"max_tokens": 1, "max_completion_tokens": 1}),
+        (
+            RESPONSES,
+            {"input": "Hi", "max_output_tokens": 9, "store": True, "include": ["x"], "tools": []},
+            {"input": "Hi", "max_output_tokens": 1, "store": False, "background": False, "tools": []},
+        ),
+        (
+            MESSAGES,
+            {"messages": [], "system": "s", "max_tokens": 9, "stop_sequences": ["x"]},
+            {"messages": [], "system": "s", "max_tokens": 1},
+        ),
+        (
+            GENERATE,
+            {"token_ids": [1], "sampling_params": {"n": 2, "max_tokens": 9, "min_tokens": 2, "stop": ["x"]}},
+            {"token_ids": [1], "sampling_params": {"n": 2, "max_tokens": 1}},
+        ),
+        (GENERATE, {"token_ids": [1], "sampling_params": 7}, {"token_ids": [1], "sampling_params": 7, "max_tokens": 1}),
+    ],
+)
+def test_each_api_is_asked_for_one_token_in_its_own_words(dialect: Dialect, body: Body, changed: Body) -> None:
+    """R16."""
+    leg = prefill_leg({**body, "stream": True}, "t", "", dialect)
+    assert leg.pop("kv_transfer_params")["transfer_id"] == "t"
+    assert leg == {**changed, "stream": False}
 
 
-def test_only_what_is_ready_serves_the_model_and_fits_is_chosen() -> None:
-    assert pairs([P, D], None) == [Pair(P, D)]
-    assert (choice(P, D).source(None), choice(P, D).sink(P)) == (P, D)
-    for engines, model in (
-        ([P, D], "other"),
-        ([P], None),
-        ([P, replace(D, compat=(("dtype", "b"),))], None),
-        ([P, replace(D, state=State.DRAINING)], None),
-        ([P, replace(D, address="")], None),
+def test_what_vllm_keeps_in_one_engine_is_served_by_one() -> None:
+    """R16: a response in the background, one that goes on from another, and tools that vLLM runs itself."""
+    function = {"type": "function", "name": "f"}
+    for more in ({"background": True}, {"previous_response_id": "r"}, {"tools": [function, {"type": "mcp"}]}):
+        assert must_be_alone({"input": "Hi", **more}, RESPONSES)
+        assert not must_be_alone({"messages": [], **more}, CHAT)
+    for more in ({"tools": [function]}, {"tools": 7}, {"background": False}, {"store": True}):
+        assert not must_be_alone({"input": "Hi", **more}, RESPONSES)
+    assert must_be_alone({"sampling_params": {"prompt_logprobs": 0}}, GENERATE)
+    assert not must_be_alone({"sampling_params": None, "prompt_logprobs": 0}, GENERATE)
+
+
+def test_transfers_of_samples_in_the_generate_api() -> None:
+    assert transfers_of({"n": 3, "sampling_params": {"n": 2}}, "t", GENERATE) == ["t", "t#1.0"]
+    assert transfers_of({"token_ids": [1]}, "t", GENERATE) == ["t"]
+
+
+def test_prompts_of_every_api_have_a_size_and_a_session() -> None:
+    turns = [{"role": "user", "content": "x" * 400}]
+    for dialect, body in (
+        (RESPONSES, {"input": "x" * 400}),
+        (RESPONSES, {"input": turns}),
+        (MESSAGES, {"messages": turns}),
     ):
-        assert pairs(engines, model) == []
-        assert choice(*engines, model=model).source(None) is None
+        assert prompt_tokens(dialect.as_prompt(body)) > 99
+        assert affinity_of(dialect.as_prompt(body), None)
+    assert prompt_tokens(GENERATE.as_prompt({"token_ids": [5] * 70})) == 70
+    assert affinity_of(RESPONSES.as_prompt({"input": turns}), None) == affinity_of({"messages": turns}, None)
+
+
+def choice(*engines: Heartbeat, loads: Loads | None = None, seed: int = 0, **more: Any) -> Choice:
+    return Choice(engines, loads or Loads(), Random(seed), **more)
+
+
+def test_only_what_is_ready_and_fits_is_chosen() -> None:
+    assert (choice(P, D).source(None), choice(P, D).sink(P)) == (P, D)
+    for engines in (
+        [P],
+        [P, replace(D, compat=(("dtype", "b"),))],
+        [P, replace(D, state=State.DRAINING)],
+        [P, replace(D, address="")],
+    ):
+        assert choice(*engines).source(None) is None
+
+
+def test_ranks_are_no_party_to_a_transfer_where_they_cannot_be_named() -> None:
+    """R17: /v1/responses does not read the header, so both hints would name the wrong ranks."""
+    ranked_p, ranked_d = replace(P, engine="P_dp0", data_parallel=True), replace(D, engine="D_dp0", data_parallel=True)
+    assert choice(ranked_p, D).source(None) == ranked_p
+    assert choice(ranked_p, D, ranked=False).source(None) is None
+    assert choice(P, ranked_d, ranked=False).source(None) is None
+    assert choice(P, ranked_d, ranked=False).sink(None) == ranked_d, "it computes the prompt itself"
+    for seed in range(8):
+        assert choice(ranked_p, P, ranked_d, D, ranked=False, seed=seed).sink(P) == D
+
+
+def test_a_name_is_good_for_the_engine_that_says_so() -> None:
+    """R4."""
+    names, again = Names(), replace(D, incarnation=2)
+    names.learn(D, ["m", "alias", "lora"])
+    names.learn(P, ["m"])
+    assert names.serving([P, D], "lora") == [D]
+    assert names.serving([P, D], "m") == names.serving([P, D], None) == [P, D]
+    assert names.serving([again], "lora") == [], "another one of that name has to say it itself"
+    names.forget_name(D, "lora")
+    names.forget_name(again, "m")
+    assert names.of(D) == {"m", "alias"}
+    names.learn(D, [f"lora-{number}" for number in range(5000)])
+    assert len(names.of(D)) == MAX_NAMES + 1
+    names.forget("D", 1)
+    assert names.of(D) == {"m"}, "what its heartbeat says"
+
+
+@pytest.mark.parametrize(
+    ("body", "ids"),
+    [
+        (b'{"data":[{"id":"a"},{"id":"b"}]}', ["a", "b"]),
+        (b'{"data":[{"id":7},{"id":""},{"id":"%s"},7,{}]}' % (b"x" * 300), []),
+        (b'{"data":{}}', None),
+        (b"[]", None),
+        (b"[" * 100_000, None),
+        (b"\xff", None),
+    ],
+)
+def test_a_list_of_models_is_read_with_care(body: bytes, ids: list[str] | None) -> None:
+    cards = read_list(body)
+    assert (None if cards is None else [card["id"] for card in cards]) == ids
 
 
 def test_an_engine_is_not_paired_with_itself() -> None:
     both = replace(P, role=Role.BOTH)
-    assert pairs([both], None) == []
-    assert pairs([both, D], None) == [Pair(both, D)]
+    assert choice(both).source(None) is None
+    assert choice(both, D).source(None) == both
     assert choice(both, D).sink(both) == D
 
 
@@ -145,8 +247,8 @@ def test_a_decode_engine_with_its_fill_gets_more_only_if_there_is_no_other() -> 
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
-        ({"messages": CHAT[:2]}, {"messages": CHAT}, True),
-        ({"messages": CHAT}, {"messages": [CHAT[0], {"role": "user", "content": "else"}]}, False),
+        ({"messages": TURNS[:2]}, {"messages": TURNS}, True),
+        ({"messages": TURNS}, {"messages": [TURNS[0], {"role": "user", "content": "else"}]}, False),
         ({"prompt": "x" * 600}, {"prompt": "x" * 900}, True),
         ({"prompt": [1] * 200}, {"prompt": [1] * 300}, True),
         ({"prompt": ["a", "b"]}, {"prompt": ["a"]}, True),
@@ -215,6 +317,13 @@ TEXT = b'data: {"choices":[{"text":" a"}]}\n\n'
         (b"data: 7\n", Token()),
         (b'event: x\ndata: {"choices":[],"usage":{}}\n', Token()),
         (b"x" * ((1 << 20) + 1), Token()),
+        (b'event: response.created\ndata: {"type":"response.created","response":{}}\n\n', Nothing()),
+        (b'event: response.in_progress\ndata: {"type":"response.in_progress"}\n\n', Nothing()),
+        (b'event: response.output_item.added\ndata: {"type":"response.output_item.added"}\n\n', Token()),
+        (b'event: message_start\ndata: {"type":"message_start","message":{"content":[]}}\n\n', Nothing()),
+        (b'event: ping\ndata: {"type":"ping"}\n\n', Nothing()),
+        (b'event: content_block_start\ndata: {"type":"content_block_start","index":0}\n\n', Token()),
+        (b'event: message_delta\ndata: {"type":"message_delta","delta":{"stop_reason":"end_turn"}}\n\n', Token()),
     ],
 )
 def test_where_the_first_token_is(head: bytes, found: object) -> None:
@@ -229,6 +338,21 @@ def test_a_failure_in_a_stream_has_its_status() -> None:
     assert odd.status == 500
 
 
-def test_half_a_line_is_held_back() -> None:
-    assert whole_lines(TEXT + b"data: {") == (TEXT, b"data: {")
-    assert whole_lines(b"data") == (b"", b"data")
+def test_a_failure_in_the_streams_of_other_apis() -> None:
+    for event in (
+        b'{"type":"error","error":{"type":"internal_error","message":"no"}}',
+        b'{"type":"error","message":"no"}',
+    ):
+        failed = look(b"event: error\ndata: " + event + b"\n\n")
+        assert isinstance(failed, Failure)
+        assert (failed.status, failed.message, failed.body) == (500, "no", json.dumps(json.loads(event)).encode())
+    assert error_event(b"{}", named=True) == b"\nevent: error\ndata: {}\n\n"
+    assert error_event(b"{}") == b"\ndata: {}\n\n"
+
+
+def test_half_an_event_is_held_back() -> None:
+    for event in (TEXT, TEXT.replace(b"\n", b"\r\n"), b"event: x\n" + TEXT):
+        assert whole_events(event + b"data: {") == (event, b"data: {")
+        assert whole_events(event + event[:-2]) == (event, event[:-2])
+    for half in (b"", b"data", b"event: x\n"):
+        assert whole_events(half) == (b"", half)

@@ -11,8 +11,7 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router import app as router_app
-from kvbus.router import streaming
+from kvbus.router import passing, streaming
 from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
@@ -341,7 +340,7 @@ async def test_an_engine_that_lost_the_bus_only_may_take_its_time_again(
 
 
 async def test_a_frozen_engine_holds_no_client_that_asks_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_app, "ASIDE_S", 0.2)
+    monkeypatch.setattr(passing, "ASIDE_S", 0.2)
     async with fronted("P", "D") as front:
         front["D"].hold.clear()
         answer = await front.client.post("/tokenize", json={"model": "m", "prompt": "x"})

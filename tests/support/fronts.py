@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -31,8 +32,9 @@ END = b"data: [DONE]\n\n"
 class FakeApi:
     """An engine's HTTP API that answers as it is told.
 
-    ``hold`` is waited for before the answer, ``hold_rest`` after the first event of a stream. ``die`` breaks off
-    whatever is being answered, as a killed process does, and whatever comes later.
+    ``names`` are what it lists, ``listed`` times so far, to those who have its ``key``; ``kept`` the responses it has.
+    ``hold`` is waited for before the answer, ``hold_rest`` after the first event of a stream, ``hold_list`` before what
+    it only looks up. ``die`` breaks off whatever is being answered, as a killed process does, and whatever comes later.
     """
 
     def __init__(self, name: str = "?") -> None:
@@ -41,11 +43,13 @@ class FakeApi:
         self.status, self.body = 200, b'{"ok": true}'
         self.headers: list[tuple[str, str]] = []
         self.stream: list[bytes] = []
-        self.hold, self.hold_rest = asyncio.Event(), asyncio.Event()
-        self.hold.set()
-        self.hold_rest.set()
+        self.hold, self.hold_rest, self.hold_list = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        for held in (self.hold, self.hold_rest, self.hold_list):
+            held.set()
         self.cancelled = 0
         self.dead = False
+        self.names, self.key, self.listed = ["m"], "", 0
+        self.kept: set[str] = set()
         self._transports: set[Any] = set()
         self.server = TestServer(self._app())
 
@@ -64,17 +68,29 @@ class FakeApi:
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=64 << 20)
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            app.router.add_post(path, self._serve)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/responses/{response_id}", self._kept)
+        app.router.add_route("*", "/{path:.*}", self._serve)
         return app
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.name}]})
+    async def _models(self, request: web.Request) -> web.Response:
+        self.listed += 1
+        await self.hold_list.wait()
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return web.json_response({"object": "list", "data": [{"id": name, "root": self.name} for name in self.names]})
+
+    async def _kept(self, request: web.Request) -> web.Response:
+        await self.hold_list.wait()
+        response_id = request.match_info["response_id"]
+        status = 200 if response_id in self.kept else 404
+        return web.json_response({"id": response_id, "of": self.name}, status=status)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         headers = {key.lower(): value for key, value in request.headers.items()}
-        self.requests.append((request.path, await request.json(), headers))
+        content = await request.read()
+        body = json.loads(content) if content and request.content_type == "application/json" else {"raw": content}
+        self.requests.append((request.path, body, headers))
         self._transports.add(request.transport)
         try:
             if self.dead:
@@ -170,15 +186,25 @@ class Front:
 
 @asynccontextmanager
 async def fronted(
-    *names: str, settings: Settings | None = None, dead_after_s: float = 60, span_sinks: Sequence[SpanSink] = ()
+    *names: str,
+    settings: Settings | None = None,
+    dead_after_s: float = 60,
+    span_sinks: Sequence[SpanSink] = (),
+    engine_key: str = "",
+    apis: Mapping[str, FakeApi] | None = None,
 ) -> AsyncIterator[Front]:
-    """A router and the engines ``names``: prefill engines begin with P, Q or R, the others decode."""
+    """A router and the engines ``names``: prefill engines begin with P, Q or R, the others decode.
+
+    Args:
+        apis: those that are not the usual ones.
+    """
     broker = MemoryBroker()
     node = Node(MemoryBus(broker), SUBJECTS, name="router", membership=Membership(dead_after_s=dead_after_s))
     async with AsyncExitStack() as stack:
-        front = Front(broker, node, TestClient(TestServer(Router(node, settings, span_sinks=span_sinks).app())))
+        router = Router(node, settings, span_sinks=span_sinks, engine_key=engine_key)
+        front = Front(broker, node, TestClient(TestServer(router.app())))
         for name in names:
-            api = front.apis[name] = FakeApi(name)
+            api = front.apis[name] = (apis or {}).get(name) or FakeApi(name)
             await api.server.start_server()
             stack.push_async_callback(api.server.close)
         await front.listen(bus := MemoryBus(broker))

@@ -1,0 +1,298 @@
+"""Requests that engines answer as they are: by one of them, by the one that keeps a response, by every one of a model.
+
+The one rule: what an engine says reaches the client, whatever it is; the router speaks only where no engine did, or
+where several spoke. One adapter between the server's side and the engines'; lives in one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from random import Random
+
+import aiohttp
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+
+from kvbus.messages import Heartbeat, State
+from kvbus.router import upstream
+from kvbus.router.answers import BAD_GATEWAY, INVALID, UNAVAILABLE, Answer, error, error_body
+from kvbus.router.asking import Asker
+from kvbus.router.choose import choose_one, is_usable, key_of
+from kvbus.router.events import error_event
+from kvbus.router.fleet import RETRY_AFTER_S, Fleet
+from kvbus.router.headers import REQUEST_ID, request_id_of
+from kvbus.router.loads import Loads
+from kvbus.router.models import merge_models, one_model
+from kvbus.router.reading import BadRequestError, parse, read_content
+from kvbus.router.routes import Route
+from kvbus.router.serving import UNBUFFERED
+from kvbus.router.session import CHARS_PER_TOKEN
+from kvbus.router.settings import Settings
+
+ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
+HOLDER_S = 5.0
+MAX_PARTS = 64
+MAX_PART_HEAD_BYTES = 1 << 12
+_MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
+
+
+class Passing:
+    """See the module's docstring."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        fleet: Fleet,
+        asker: Asker,
+        loads: Loads,
+        settings: Settings,
+        chance: Random,
+    ) -> None:
+        self._session, self._fleet, self._asker = session, fleet, asker
+        self._loads, self._settings, self._chance = loads, settings, chance
+
+    async def to_one(self, route: Route, request: web.Request) -> web.StreamResponse:
+        """To an engine that serves the model that the request names; if that is lost before it answers, to another.
+
+        Raises:
+            BadRequestError: there is none.
+        """
+        content = await self._read(request)
+        engines = await self._fleet.find(model_of(content, request.headers.get("Content-Type", "")), request.headers)
+        patience_s = self._settings.first_token_s if route.computes else ASIDE_S
+        tokens = len(content) // CHARS_PER_TOKEN if route.computes else 0
+        failed = self._fleet.nobody(None)
+        for _ in range(2):
+            trusted = [engine for engine in engines if not self._loads.is_suspect(engine)] or engines
+            engine = choose_one(trusted, self._loads.decode, self._chance)
+            if engine is None:
+                break
+            try:
+                with self._loads.counted(engine, tokens):
+                    return await self._relay(request, engine, content, patience_s)
+            except upstream.LOST as failure:
+                self._loads.suspect(engine)
+                failed = _lost(engine, failure)
+                engines = [other for other in engines if other is not engine]
+        return respond(failed)
+
+    async def to_holder(self, request: web.Request) -> web.StreamResponse:
+        """To the engine that keeps the response whose id is in the path."""
+        engines = self._keepers(None)
+        if not engines:
+            return respond(self._fleet.nobody(None))
+        response_id = request.match_info["response_id"]
+        engine = await self.holder(response_id, engines, request.headers) or engines[0]
+        try:
+            return await self._relay(request, engine, b"", self._settings.first_token_s)
+        except upstream.LOST as failure:
+            return respond(_lost(engine, failure))
+
+    async def holder(
+        self, response_id: str, engines: Sequence[Heartbeat], headers: Mapping[str, str]
+    ) -> Heartbeat | None:
+        """The one of ``engines`` that keeps this response, as a client with these headers may see; None: none does.
+
+        vLLM keeps responses in the memory of its API server, and only if told to. So all are asked: another router, or
+        this one before it was restarted, may have sent the request.
+
+        Raises:
+            BadRequestError: one that may have it does not answer.
+        """
+        if len(engines) == 1:
+            return engines[0]
+        path = f"/v1/responses/{response_id}"
+        asked = upstream.forwarded(headers)
+
+        async def status_of(engine: Heartbeat) -> int:
+            try:
+                async with (
+                    asyncio.timeout(HOLDER_S),
+                    self._session.get(upstream.url_of(engine, path), headers=asked) as answer,
+                ):
+                    return answer.status
+            except upstream.LOST:
+                return 0
+
+        statuses = await asyncio.gather(*(status_of(engine) for engine in engines))
+        for engine, status in zip(engines, statuses, strict=True):
+            if status == 200:
+                return engine
+        if silent := [engine.engine for engine, status in zip(engines, statuses, strict=True) if not status]:
+            message = f"engine {silent[0]} may keep the response {response_id!r:.200} and does not answer"
+            raise BadRequestError(error(502, message, BAD_GATEWAY))
+        return None
+
+    async def pinned(self, response_id: str, model: str | None, headers: Mapping[str, str]) -> Heartbeat | None:
+        """The engine that must go on from this response; None: whichever is asked will say that it has none.
+
+        Raises:
+            BadRequestError: it takes nothing new, or does not answer.
+        """
+        engine = await self.holder(response_id, self._keepers(model), headers)
+        if engine is not None and not is_usable(engine):
+            message = f"engine {engine.engine}, which keeps the response {response_id!r:.200}, is draining"
+            raise BadRequestError(error(503, message, UNAVAILABLE, headers={"Retry-After": RETRY_AFTER_S}))
+        return engine
+
+    async def to_every(self, route: Route, request: web.Request) -> web.StreamResponse:
+        """To every engine of a model, prefill and decode: a LoRA adapter is of use where both have it."""
+        content = await self._read(request)
+        body = parse(content)
+        engines = await self._of_adapter(route, body, request.headers)
+        headers = _headers(request)
+
+        async def post(engine: Heartbeat) -> Answer:
+            url = upstream.url_of(engine, route.path)
+            try:
+                async with (
+                    asyncio.timeout(self._settings.first_token_s),
+                    self._session.post(url, data=content, headers=headers) as answer,
+                ):
+                    return await upstream.whole(answer)
+            except upstream.LOST as failure:
+                return _lost(engine, failure)
+
+        answers = await asyncio.gather(*(post(engine) for engine in engines))
+        await self._asker.ask(engines, upstream.forwarded(request.headers))
+        return respond(in_all(engines, answers))
+
+    async def models(self, request: web.Request) -> web.StreamResponse:
+        """What the decode engines list to this client, as one list, or one model of it."""
+        engines = _one_for_each_port(self._fleet.decoding(None))
+        if not engines:
+            return respond(self._fleet.nobody(None))
+        answers = await self._asker.ask(engines, upstream.forwarded(request.headers))
+        lists = [answer for answer in answers if answer.status == 200]
+        if not lists:
+            silent = error(502, f"decode engine {engines[0].engine}: it did not answer in time", BAD_GATEWAY)
+            return respond(answers[0] if answers else silent)
+        listing = merge_models(lists)
+        name = request.match_info.get("name")
+        return respond(listing if name is None else one_model(listing, name))
+
+    async def _relay(
+        self, request: web.Request, engine: Heartbeat, content: bytes, patience_s: float
+    ) -> web.StreamResponse:
+        """Raises one of :data:`upstream.LOST` as long as the client has nothing."""
+        url, headers = upstream.url_of(engine, request.path_qs), _headers(request)
+        headers.update(upstream.rank_of(engine))
+        patience = asyncio.timeout(patience_s)
+        async with (
+            patience,
+            self._session.request(request.method, url, data=content or None, headers=headers) as answer,
+        ):
+            if answer.content_type != "text/event-stream":
+                return respond(await upstream.whole(answer))
+            patience.reschedule(None)
+            response = web.StreamResponse(status=answer.status, headers=upstream.returned(answer))
+            response.headers.update(UNBUFFERED)
+            await response.prepare(request)
+            try:
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+            except upstream.LOST as failure:
+                message = f"engine {engine.engine} was lost in the middle of its answer: {upstream.why(failure)}"
+                await response.write(error_event(error_body(502, message, BAD_GATEWAY), named=True))
+            await response.write_eof()
+            return response
+
+    async def _of_adapter(
+        self, route: Route, body: Mapping[str, object], headers: Mapping[str, str]
+    ) -> list[Heartbeat]:
+        """The engines that an adapter is loaded into, or unloaded from."""
+        model, adapter = body.get("model"), body.get("lora_name")
+        if route.path.endswith("unload_lora_adapter") and isinstance(adapter, str):
+            await self._fleet.find(adapter, headers)
+            engines = self._fleet.serving(adapter)
+        elif isinstance(model, str):
+            await self._fleet.find(model, headers)
+            engines = self._fleet.serving(model)
+        else:
+            await self._fleet.find(None, headers)
+            engines = self._fleet.serving(None)
+            models = sorted({engine.model for engine in engines})
+            if len(models) > 1:
+                message = f"model: which one is the adapter for? One of {', '.join(models[:20])}"
+                raise BadRequestError(error(400, message, INVALID, "model"))
+        return _one_for_each_port([engine for engine in engines if engine.address])
+
+    def _keepers(self, model: str | None) -> list[Heartbeat]:
+        """Those that may keep responses, also when they are to leave."""
+        decoding = [engine for engine in self._fleet.serving(model) if engine.role.decodes and engine.address]
+        return _one_for_each_port([engine for engine in decoding if engine.state is not State.STARTING])
+
+    async def _read(self, request: web.Request) -> bytes:
+        return await read_content(request, self._settings.body_timeout_s, self._settings.max_body_mib)
+
+
+def respond(answer: Answer) -> web.Response:
+    return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+
+
+def model_of(content: bytes, content_type: str) -> str | None:
+    """The model that a body names, in JSON or in a form; None if it names none.
+
+    Raises:
+        BadRequestError: it should be JSON and is not, or names something that is no model.
+    """
+    kind, _, parameters = content_type.partition(";")
+    if kind.strip().lower() == "multipart/form-data":
+        boundary = re.search(r'boundary="?([^";]{1,70})', parameters, re.IGNORECASE)
+        return _in_form(content, b"--" + boundary[1].encode()) if boundary else None
+    return parse(content).get("model") if content else None
+
+
+def _in_form(content: bytes, delimiter: bytes) -> str | None:
+    at = content.find(delimiter)
+    for _ in range(MAX_PARTS):
+        head_end = content.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
+        after = content.find(b"\r\n" + delimiter, head_end)
+        if at < 0 or head_end < 0 or after < 0:
+            return None
+        if _MODEL_PART.search(content, at, head_end + 2):
+            return content[head_end + 4 : after][:256].decode(errors="replace") or None
+        at = after + 2
+    return None
+
+
+def in_all(engines: Sequence[Heartbeat], answers: Sequence[Answer]) -> Answer:
+    """What several engines say, as one answer: well only if all did well, and else what each of them said."""
+    each = {
+        engine.engine: {"status": answer.status, "message": answer.body[:2000].decode(errors="replace")}
+        for engine, answer in zip(engines, answers, strict=True)
+    }
+    statuses = sorted({answer.status for answer in answers})
+    done = sum(answer.status < 400 for answer in answers)
+    status, body = 200, {"engines": each}
+    if done < len(answers):
+        status = statuses[0] if len(statuses) == 1 else 502
+        said = next(f"{name}: {said['message']:.300}" for name, said in each.items() if int(str(said["status"])) >= 400)
+        message = f"done by {done} of {len(answers)} engines, and not undone there; {said}"
+        body = json.loads(error_body(status, message, BAD_GATEWAY if status == 502 else INVALID)) | body
+    return Answer(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
+
+
+def _headers(request: web.Request) -> CIMultiDict[str]:
+    """A client's headers for a body that goes on as it came."""
+    headers = upstream.forwarded(request.headers)
+    for name, value in (
+        (hdrs.CONTENT_TYPE, request.headers.get(hdrs.CONTENT_TYPE)),
+        (REQUEST_ID, request_id_of(request.headers)),
+    ):
+        if value:
+            headers[name] = value
+    return headers
+
+
+def _one_for_each_port(engines: Sequence[Heartbeat]) -> list[Heartbeat]:
+    """Data parallel ranks share one."""
+    ports = {(engine.address, engine.role): engine for engine in engines}
+    return sorted(ports.values(), key=key_of)
+
+
+def _lost(engine: Heartbeat, failure: BaseException) -> Answer:
+    return error(502, f"decode engine {engine.engine}: {upstream.why(failure)}", BAD_GATEWAY)
