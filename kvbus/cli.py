@@ -87,6 +87,13 @@ def router(
     trace_file: Annotated[
         Path | None, typer.Option(help="Keep the last traces (32 to 64 MiB of them) in this file, as OTLP JSON.")
     ] = None,
+    engine_api_key: Annotated[
+        str,
+        typer.Option(
+            envvar="KVBUS_ENGINE_API_KEY",
+            help="Of engines with --api-key: lets the router ask them for their models itself. Best by the variable.",
+        ),
+    ] = "",
 ) -> None:
     """Run the router alone: an OpenAI API in front of the engines that it finds on the bus.
 
@@ -119,7 +126,9 @@ def router(
             max_connections=max_connections,
             keep_alive_s=keep_alive_s,
         )
-        status = uvloop.run(run_router(config, host, port, settings, trace_file))
+        if not (engine_api_key.isascii() and engine_api_key.isprintable()):
+            raise ConfigError("--engine-api-key", "(not shown)", "printable ASCII characters")
+        status = uvloop.run(run_router(config, host, port, settings, trace_file, engine_api_key))
     raise typer.Exit(status)
 
 

@@ -1,7 +1,8 @@
 """Asks engines for the names under which they serve, off the way of requests.
 
-Each engine is asked when it is ready, and again every :data:`EVERY_S`. Before a name is called unknown all are asked at
-once, with the client's own key: an adapter may have been loaded a second ago. Such rounds are shared by who waits for
+Each engine is asked when it is ready, and again every :data:`EVERY_S`. Before a name is called unknown, all are asked
+at once with the client's own key: an adapter may have been loaded a second ago. So they are for a name that a prefill
+engine is not known to serve, if that engine tells its names to clients only. Such rounds are shared by who waits for
 them, and come at most every :data:`GAP_S`. Lives in one event loop.
 """
 
@@ -21,6 +22,7 @@ from kvbus.router.choose import Key, is_usable, key_of
 from kvbus.router.names import Names, read_list
 
 EVERY_S = 10.0
+STALE_S = 1.5 * EVERY_S
 GAP_S = 0.25
 ANSWER_S = 2.0
 ROUND_S = 3.0  # that a client waits for one, frozen engines or not
@@ -43,6 +45,7 @@ class Asker:
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._asked: set[Key] = set()
         self._locked: set[Key] = set()  # those that want another key than ours
+        self._told_at: dict[Key, float] = {}  # when each told its names, or did not tell them to a client
         self._wake = asyncio.Event()
         self._rounds: dict[str, asyncio.Task[Answer | None]] = {}
         self._running: set[asyncio.Task[Answer | None]] = set()
@@ -68,6 +71,7 @@ class Asker:
             self._names.forget(*key)
             self._asked.discard(key)
             self._locked.discard(key)
+            self._told_at.pop(key, None)
         elif is_usable(change.heartbeat) and key_of(change.heartbeat) not in self._asked:
             self._wake.set()
 
@@ -86,6 +90,11 @@ class Asker:
             async with asyncio.timeout(ROUND_S):
                 return await asyncio.shield(shared)
         return None
+
+    def is_stale(self, engines: Sequence[Heartbeat]) -> bool:
+        """Whether one of them may have names that are not known."""
+        since = asyncio.get_running_loop().time() - STALE_S
+        return any(self._told_at.get(key_of(engine), since) <= since for engine in engines)
 
     async def ask(self, engines: Sequence[Heartbeat], headers: Mapping[str, str]) -> list[Answer]:
         """The answers of these to ``/v1/models``, without those that gave none in time; their names are learned."""
@@ -115,7 +124,20 @@ class Asker:
                         await self.ask(new, self._headers)
 
     async def _ask_one(self, engine: Heartbeat, headers: Mapping[str, str]) -> Answer | None:
-        self._asked.add(key_of(engine))
+        key = key_of(engine)
+        self._asked.add(key)
+        answer, cards = await self._list_of(engine, headers), None
+        if answer is not None and answer.status == 200:
+            cards = read_list(answer.body)
+        if cards is not None:
+            self._names.learn(engine, (str(card["id"]) for card in cards))
+        if cards is not None or headers is not self._headers:
+            self._told_at[key] = asyncio.get_running_loop().time()
+        elif answer is not None and answer.status in (401, 403):
+            self._locked.add(key)
+        return answer
+
+    async def _list_of(self, engine: Heartbeat, headers: Mapping[str, str]) -> Answer | None:
         try:
             async with (
                 self._slots,
@@ -127,14 +149,9 @@ class Asker:
                     body += chunk
                     if len(body) > MAX_LIST_BYTES:
                         return None
-                answer = Answer(got.status, body, upstream.returned(got))
+                return Answer(got.status, body, upstream.returned(got))
         except upstream.LOST:
             return None
-        if headers == self._headers and answer.status in (401, 403):
-            self._locked.add(key_of(engine))
-        if answer.status == 200 and (cards := read_list(answer.body)) is not None:
-            self._names.learn(engine, (str(card["id"]) for card in cards))
-        return answer
 
     def _usable(self) -> list[Heartbeat]:
         return [engine for engine in self._membership.peers() if is_usable(engine)]

@@ -36,15 +36,19 @@ class Fleet:
         Raises:
             BadRequestError: there is none.
         """
-        if engines := self.decoding(model):
-            return engines
-        if self.decoding(None):
+        engines, refused = self.decoding(model), None
+        if model is not None and self.decoding(None) and (not engines or self._asker.is_stale(self._without(model))):
             refused = await self._asker.ask_now(headers)
-            if engines := self.decoding(model):
-                return engines
-            if refused is not None:
-                raise BadRequestError(refused)
-        raise BadRequestError(self.nobody(model))
+            engines = self.decoding(model)
+        if not engines:
+            raise BadRequestError(refused or self.nobody(model))
+        return engines
+
+    def _without(self, model: str) -> list[Heartbeat]:
+        """Prefill engines that are not known to serve a model."""
+        ready = self._node.membership.peers(prefill=True, ready=True)
+        serving = self._names.serving(ready, model)
+        return [engine for engine in ready if engine not in serving and engine.address]
 
     def nobody(self, model: str | None) -> Answer:
         """Why there is no decode engine for a model."""

@@ -165,7 +165,11 @@ class Passing:
         engines = _one_for_each_port(self._fleet.decoding(None))
         if not engines:
             return respond(self._fleet.nobody(None))
-        answers = await self._asker.ask(engines, upstream.forwarded(request.headers))
+        prefilling = [engine for engine in self._fleet.serving(None) if not engine.role.decodes and is_usable(engine)]
+        answers, _ = await asyncio.gather(
+            self._asker.ask(engines, upstream.forwarded(request.headers)),
+            self._asker.ask(_one_for_each_port(prefilling), upstream.forwarded(request.headers)),  # for its names only
+        )
         lists = [answer for answer in answers if answer.status == 200]
         if not lists:
             silent = error(502, f"decode engine {engines[0].engine}: it did not answer in time", BAD_GATEWAY)

@@ -65,11 +65,19 @@ class Told:
             pass
 
 
-async def run_router(config: Config, host: str, port: int, settings: Settings, trace_file: Path | None = None) -> int:
+async def run_router(
+    config: Config,
+    host: str,
+    port: int,
+    settings: Settings,
+    trace_file: Path | None = None,
+    engine_key: str = "",
+) -> int:
     """Serve until told to stop; returns the exit status: 0, or 130 or 143 if requests were broken off.
 
     Args:
         trace_file: keeps the last traces; further ones go where the ``OTEL_*`` variables say.
+        engine_key: see :class:`Router`.
 
     Raises:
         LocalClusterError: the port cannot be used.
@@ -84,7 +92,7 @@ async def run_router(config: Config, host: str, port: int, settings: Settings, t
             name="kvbus-router",
             membership=Membership(dead_after_s=config.dead_after_s),
         )
-        router = Router(node, settings, span_sinks=sinks)
+        router = Router(node, settings, span_sinks=sinks, engine_key=engine_key)
         runner = web.AppRunner(
             router.app(), handler_cancellation=True, access_log=None, keepalive_timeout=settings.keep_alive_s
         )

@@ -140,6 +140,23 @@ async def test_engines_that_want_a_key_get_the_clients() -> None:
         assert (await front.ask(model="gpt", headers=KEY)).status == 404
 
 
+async def test_a_prefill_engine_that_tells_its_names_to_clients_only_is_asked_by_them() -> None:
+    """It joined, or got its adapter, after the decode engine was asked; else decode would compute alone for ever."""
+    locked = FakeApi("P")
+    locked.key, locked.names = "secret", ["m", "lora"]
+    async with fronted("P", "D", apis={"P": locked}) as front:
+        front["D"].names = ["m", "lora"]
+        assert PREFILL_HEADER not in (await front.ask(model="lora", headers={"Authorization": "Bearer wrong"})).headers
+        before = locked.listed
+        for _ in range(3):
+            assert PREFILL_HEADER not in (await front.ask(model="lora", headers=KEY)).headers
+        assert locked.listed == before, "not for every request"
+        front["D"].names = ["m", "lora", "other"]
+        locked.names = ["m", "lora", "other"]
+        assert (await front.ask(model="other", headers=KEY)).headers[PREFILL_HEADER] == "P"
+        assert (await front.ask(model="lora", headers=KEY)).headers[PREFILL_HEADER] == "P"
+
+
 async def test_without_a_key_of_its_own_the_router_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "EVERY_S", 0.02)
     locked, open_ = FakeApi("D"), FakeApi("E")
