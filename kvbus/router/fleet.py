@@ -44,6 +44,18 @@ class Fleet:
             raise BadRequestError(refused or self.nobody(model))
         return engines
 
+    async def everywhere(self, model: str | None, headers: Mapping[str, str]) -> list[Heartbeat]:
+        """All engines that serve a model by this name and can be reached, whatever their role.
+
+        Raises:
+            BadRequestError: there is none.
+        """
+        refused = None if self.serving(model) else await self._asker.ask_now(headers)
+        engines = [engine for engine in self.serving(model) if engine.address]
+        if not engines:
+            raise BadRequestError(refused or self.nobody(model))
+        return engines
+
     def _without(self, model: str) -> list[Heartbeat]:
         """Prefill engines that are not known to serve a model."""
         ready = self._node.membership.peers(prefill=True, ready=True)

@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 
 from kvbus.messages import Heartbeat, State
 from kvbus.router import upstream
-from kvbus.router.answers import BAD_GATEWAY, INVALID, UNAVAILABLE, Answer, error, error_body
+from kvbus.router.answers import BAD_GATEWAY, INVALID, NOT_FOUND, UNAVAILABLE, Answer, error, error_body
 from kvbus.router.asking import Asker
 from kvbus.router.choose import choose_one, is_usable, key_of
 from kvbus.router.events import error_event
@@ -34,6 +34,7 @@ from kvbus.router.settings import Settings
 
 ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
 HOLDER_S = 5.0
+_RESPONSE_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
 MAX_PARTS = 64
 MAX_PART_HEAD_BYTES = 1 << 12
 _MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
@@ -84,8 +85,7 @@ class Passing:
         engines = self._keepers(None)
         if not engines:
             return respond(self._fleet.nobody(None))
-        response_id = request.match_info["response_id"]
-        engine = await self.holder(response_id, engines, request.headers) or engines[0]
+        engine = await self.holder(request.match_info["response_id"], engines, request.headers) or engines[0]
         try:
             return await self._relay(request, engine, b"", self._settings.first_token_s)
         except upstream.LOST as failure:
@@ -100,8 +100,10 @@ class Passing:
         this one before it was restarted, may have sent the request.
 
         Raises:
-            BadRequestError: one that may have it does not answer.
+            BadRequestError: it is no id, or one that may have it does not answer.
         """
+        if not _RESPONSE_ID.fullmatch(response_id):  # it becomes a part of a path
+            raise BadRequestError(error(404, f"there is no response {response_id!r:.200}", NOT_FOUND))
         if len(engines) == 1:
             return engines[0]
         path = f"/v1/responses/{response_id}"
@@ -210,19 +212,13 @@ class Passing:
         """The engines that an adapter is loaded into, or unloaded from."""
         model, adapter = body.get("model"), body.get("lora_name")
         if route.path.endswith("unload_lora_adapter") and isinstance(adapter, str):
-            await self._fleet.find(adapter, headers)
-            engines = self._fleet.serving(adapter)
-        elif isinstance(model, str):
-            await self._fleet.find(model, headers)
-            engines = self._fleet.serving(model)
-        else:
-            await self._fleet.find(None, headers)
-            engines = self._fleet.serving(None)
-            models = sorted({engine.model for engine in engines})
-            if len(models) > 1:
-                message = f"model: which one is the adapter for? One of {', '.join(models[:20])}"
-                raise BadRequestError(error(400, message, INVALID, "model"))
-        return _one_for_each_port([engine for engine in engines if engine.address])
+            model = adapter
+        engines = await self._fleet.everywhere(model if isinstance(model, str) else None, headers)
+        models = sorted({engine.model for engine in engines})
+        if model is None and len(models) > 1:
+            message = f"model: which one is the adapter for? One of {', '.join(models[:20])}"
+            raise BadRequestError(error(400, message, INVALID, "model"))
+        return _one_for_each_port(engines)
 
     def _keepers(self, model: str | None) -> list[Heartbeat]:
         """Those that may keep responses, also when they are to leave."""

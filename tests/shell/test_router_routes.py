@@ -366,6 +366,15 @@ async def test_what_goes_on_from_a_response_goes_to_the_engine_that_keeps_it() -
         assert (await front.client.get("/v1/responses/resp_1")).status == 200, "to be read it need not be ready"
 
 
+@pytest.mark.parametrize("odd", ["../../sleep", "a/b", "a?b", "", ".."])
+async def test_what_is_no_id_of_a_response_reaches_no_engine(odd: str) -> None:
+    async with fronted("D", "E") as front:
+        answer = await front.ask("/v1/responses", input="x", previous_response_id=odd)
+        assert (answer.status, message_of(answer)) == (404, f"there is no response {odd!r}")
+        assert (await front.client.get("/v1/responses/%2e%2e%2fmetrics")).status == 404
+        assert front["D"].requests == front["E"].requests == []
+
+
 async def test_an_engine_that_may_keep_a_response_and_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passing, "HOLDER_S", 0.2)
     async with fronted("D", "E") as front:
