@@ -195,7 +195,8 @@ class Passing:
                 return respond(await upstream.whole(answer))
             patience.reschedule(None)
             response = web.StreamResponse(status=answer.status, headers=upstream.returned(answer))
-            response.headers.update(UNBUFFERED)
+            for name, value in UNBUFFERED.items():
+                response.headers.setdefault(name, value)
             await response.prepare(request)
             try:
                 async for chunk in answer.content.iter_any():
