@@ -22,12 +22,11 @@ from vllm.v1.request import RequestStatus
 
 from kvbus.bus import NatsBus
 from kvbus.config import Config
-from kvbus.errors import KVBusError
 from kvbus.messages import Heartbeat
 from kvbus.presence import connection_name
 from kvbus.subjects import check_token
 
-from . import nixl_plane
+from . import nixl_plane, reason
 from .compat import check_version, check_vllm_config
 from .identity import heartbeat_of
 from .prometheus import BusPromMetrics, BusStats, Meter
@@ -43,7 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = logging.getLogger(__name__)
+# NIXL can cut the convolution states of Mamba layers by rank in this layout only. vLLM imports this module in each
+# process, and only where it is the connector, before anything asks for the layout; other layers do not ask.
+os.environ.setdefault("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
 
 _PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
@@ -68,15 +69,15 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         _log_like_vllm()
-        try:
-            config, own = _checked(vllm_config)
-        except KVBusError as error:
-            logger.error("%s", error)  # vLLM buries it under the tracebacks of several processes
-            raise
-        engine = own.engine
         self._meter = Meter()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
+        with reason.told():
+            self._start(vllm_config, role, kv_cache_config)
+
+    def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        config, own = _checked(vllm_config, kv_cache_config)
+        engine = own.engine
         if role is KVConnectorRole.SCHEDULER:
             rules = nixl_plane.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
             bus = NatsBus(config.servers, connection_name(engine, own.incarnation))
@@ -159,7 +160,8 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     # Worker process
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        self._working.register(kv_caches)
+        with reason.told():
+            self._working.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         plane = self._working.plane
@@ -209,11 +211,12 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
 
-def _checked(vllm_config: VllmConfig) -> tuple[Config, Heartbeat]:
+def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Config, Heartbeat]:
     """What this engine is configured to be; raises what the class says."""
     check_version(vllm.__version__)
     nixl_plane.check()
     check_vllm_config(vllm_config)
+    nixl_plane.check_state_layout(kv_cache_config)
     check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     return config, heartbeat_of(vllm_config, vllm.__version__, config)

@@ -11,9 +11,13 @@ thread, which would spin at 100 % of a core in each worker.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import importlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -29,12 +33,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     ReqMeta,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
 
 from kvbus import blocks
-from kvbus.errors import PeerRefusedError, TransferRefusedError
+from kvbus.errors import ConfigError, PeerRefusedError, TransferRefusedError
 from kvbus.matching import WriteEnded, WriteJob
 
+from .backends import check_backends
 from .compat import check_internals
 
 logger = logging.getLogger(__name__)
@@ -43,6 +49,7 @@ HELLO = b"kvbus: hello"
 
 INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
+    "mamba_utils": (mamba_utils, ("get_conv_state_layout",)),
     "NixlBaseConnectorWorker": (
         NixlBaseConnectorWorker,
         (
@@ -71,6 +78,49 @@ def current_device() -> Any:
 def check() -> None:
     """Raise VllmMismatchError if the installed vLLM lacks what this module uses."""
     check_internals(vllm.__version__, INTERNALS)
+
+
+def check_state_layout(kv_cache_config: Any) -> None:
+    """Raise ConfigError if this model has states of convolutions in a layout that NIXL's WRITEs cannot cut by rank."""
+    if not kv_cache_config.has_mamba_layers:
+        return
+    layout = mamba_utils.get_conv_state_layout()
+    if layout != "DS":
+        raise ConfigError("VLLM_SSM_CONV_STATE_LAYOUT", layout, "DS in the environment, for a model with Mamba layers")
+    logger.info("kvbus: the states of Mamba layers lie in the layout that NIXL needs: VLLM_SSM_CONV_STATE_LAYOUT=DS")
+
+
+def _backends(vllm_config: Any) -> list[str]:
+    return list(vllm_config.kv_transfer_config.kv_connector_extra_config.get("backends", ["UCX"]))
+
+
+def _check_backends(wanted: Sequence[str]) -> None:
+    """Raise ConfigError if NIXL cannot load one; its own error is a ``NIXL_ERR_NOT_FOUND`` without a name."""
+    bindings = importlib.import_module(base_worker.NixlWrapper.__module__).nixlBind
+    nixl = bindings.nixlAgent("kvbus-check", bindings.nixlAgentConfig())
+
+    def loads(name: str) -> bool:
+        try:
+            nixl.getPluginParams(name)
+        except Exception:  # noqa: BLE001 - NIXL's errors have no common base
+            return False
+        return True
+
+    package = Path(bindings.__file__).parent
+    folders = [Path(os.environ["NIXL_PLUGIN_DIR"])] if "NIXL_PLUGIN_DIR" in os.environ else []
+    folders.append(package.parent / f".{package.name}.mesonpy.libs" / "plugins")
+    check_backends(wanted, nixl.getAvailPlugins(), loads, folders)
+
+
+def _part_the_two_libnl() -> None:
+    """Load the system's libnl before NIXL brings its own.
+
+    With RDMA packages installed, UCX loads the system's libibverbs and libnl into a scope where NIXL's own copies come
+    first: the system's libnl-route registers itself with the wrong libnl, and the process ends with a segmentation
+    fault. Loaded before, it binds to its own.
+    """
+    with contextlib.suppress(OSError):  # it is not installed, and nothing can be mixed up
+        ctypes.CDLL("libnl-route-3.so.200")
 
 
 class UpstreamBlockRules:
@@ -127,7 +177,7 @@ class _UpstreamWorker(NixlPushConnectorWorker):  # type: ignore[misc]
 def _quiet_agent(vllm_config: Any) -> Iterator[None]:
     """Let upstream's constructor make an agent without a progress thread and without worker threads."""
     make_config = base_worker.nixl_agent_config
-    backends = list(vllm_config.kv_transfer_config.kv_connector_extra_config.get("backends", ["UCX"]))
+    backends = _backends(vllm_config)
 
     def quiet(**_: Any) -> Any:
         return make_config(enable_prog_thread=False, backends=backends, capture_telemetry=True)
@@ -148,6 +198,8 @@ class NixlPlane:
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, device: Any) -> None:
         check()
+        _part_the_two_libnl()
+        _check_backends(_backends(vllm_config))
         if device is not None:
             current_platform.set_device(device)  # without a context in this thread UCX gives up its GPU transports
         # On CPU upstream binds the calling thread to a core that it keeps for transfers: this one, as it should be.

@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 
+from . import reason
+
 CONNECTOR_NAME = "KVBusConnector"
 
 
@@ -17,6 +19,7 @@ def register() -> None:
     """
     if os.environ.get("KVBUS_DUMP_ON_SIGUSR1") == "1" and threading.current_thread() is threading.main_thread():
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+    reason.arrange()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

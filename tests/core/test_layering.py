@@ -41,6 +41,7 @@ LAYERS = [
         "rank",
         "writer",
         "signals",
+        "last_words",
     },
     {"source", "sink", "nobody", "collector", "trace_file", "collect"},
     {"router", "local", "sim"},

@@ -1,0 +1,75 @@
+"""Why an engine cannot start, as the last line that its user sees.
+
+vLLM is several processes: what a worker finds wrong is followed by some 200 lines of tracebacks of the others. So the
+process that finds it leaves one line in a file, whose name all inherit, and the one that began prints it when it ends.
+
+The one rule: whoever made up the file's name prints the line: the API server, or ``kvbus engine`` around it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from typing import Any
+
+from kvbus.errors import KVBusError
+from kvbus.last_words import VARIABLE, new_file, read_once
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 2000
+TRACKER_TIMEOUT_S = 2.0
+
+
+def arrange() -> None:
+    """Let this process print the reason when it ends, unless an older one does; before vLLM starts others."""
+    if VARIABLE in os.environ:
+        return
+    path, pid = new_file(), os.getpid()
+    os.environ[VARIABLE] = path
+
+    def tell() -> None:
+        if os.getpid() == pid and (reason := read_once(path)):  # a forked child inherits this hook, too
+            _let_tracker_speak()
+            print(reason, file=sys.stderr, flush=True)  # noqa: T201
+
+    atexit.register(tell)
+
+
+@contextlib.contextmanager
+def told() -> Iterator[None]:
+    """Log what ends the start, and leave it for :func:`arrange`; the first one counts."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, KVBusError) else f"kvbus: this engine cannot start: {type(error).__name__}: "
+        reason = f"{kind}{' '.join(str(error).split())}"[:MAX_CHARS]
+        logger.error("%s", reason)
+        path = os.environ.get(VARIABLE, "")
+        with contextlib.suppress(OSError), open(path, "x", opener=_private) as file:
+            file.write(reason)
+        raise
+
+
+def _let_tracker_speak() -> None:
+    """Let multiprocessing's resource tracker say what was leaked before us; it ends when its pipe is closed."""
+    tracker: Any = getattr(resource_tracker, "_resource_tracker", None)
+    fd, pid = getattr(tracker, "_fd", None), getattr(tracker, "_pid", None)
+    if fd is None or pid is None:
+        return
+    tracker._fd = tracker._pid = None
+    deadline = time.monotonic() + TRACKER_TIMEOUT_S  # others may hold the pipe, too
+    with contextlib.suppress(OSError):
+        os.close(fd)
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,24 @@
+"""The file in which an engine's processes leave why it cannot start: see ``kvbus_connector.reason``."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import tempfile
+from pathlib import Path
+
+VARIABLE = "KVBUS_REASON_FILE"
+
+
+def new_file() -> str:
+    """A name that nobody can guess; the file is made by whoever has a reason."""
+    return str(Path(tempfile.gettempdir()) / f"kvbus-reason-{secrets.token_hex(16)}")
+
+
+def read_once(path: str) -> str:
+    """The reason, empty if there is none; the file is gone afterwards."""
+    file, reason = Path(path), ""
+    with contextlib.suppress(OSError):
+        reason = file.read_text(errors="replace")
+        file.unlink()
+    return reason
