@@ -176,10 +176,16 @@ def up(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
 def engine(
     context: typer.Context,
-    role: Annotated[str, typer.Argument(help="prefill or decode.")],
+    role: Annotated[str, typer.Argument(help="prefill, decode or both.")],
     nats_url: NatsUrl,
-    model: Annotated[Path, typer.Option(help="A model's folder.", envvar="KVBUS_MODEL")],
+    model: Annotated[
+        str, typer.Option(help="A model's folder, or its id on the Hugging Face hub.", envvar="KVBUS_MODEL")
+    ],
     namespace: Namespace = "default",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting of the connector, such as registration=jit; again."),
+    ] = None,
     engine_id: Annotated[
         str | None, typer.Option(help="Its name on the bus. Default: the role and the host's name.")
     ] = None,
@@ -198,10 +204,10 @@ def engine(
     from kvbus.subjects import check_token
 
     with clear_errors():
-        if role not in (Role.PREFILL, Role.DECODE):
-            raise ConfigError("ROLE", role, "prefill, decode")
+        if role not in list(Role):
+            raise ConfigError("ROLE", role, ", ".join(Role))
         name = check_token("--engine-id", engine_id or default_engine_id(Role(role)))
-        config = Config(nats_url=nats_url, namespace=namespace)
+        config = Config.from_words(settings or (), nats_url=nats_url, namespace=namespace)
         status = run_engine(EnginePlan(Role(role), model, config, name, host, port, drain_s, context.args), say)
     raise typer.Exit(status)
 

@@ -5,8 +5,9 @@ A bad value fails at start and names the key, the value and what is allowed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 from urllib.parse import urlsplit
@@ -101,6 +102,42 @@ class Config:
         if "nats_url" not in values:
             raise ConfigError("nats_url", None, "a URL such as nats://host:4222 (the key is required)")
         return cls(**{key: _typed(key, value, hints[key]) for key, value in values.items()})
+
+    @classmethod
+    def from_words(cls, words: Iterable[str], **given: Any) -> Config:
+        """Read ``key=value`` words, as on a command line; a list's elements are separated by commas.
+
+        Args:
+            given: keys that have an option of their own.
+
+        Raises:
+            ConfigError: as :meth:`from_mapping`, or a word that is none.
+        """
+        hints, values = get_type_hints(cls), dict(given)
+        for word in words:
+            key, equals, text = word.partition("=")
+            if not equals or key in values:
+                raise ConfigError("--set", word, "key=value, each key once, and not what has an option of its own")
+            values[key] = _read(text, hints.get(key))
+        return cls.from_mapping(values)
+
+    def as_mapping(self) -> dict[str, Any]:
+        """``kv_connector_extra_config``: what differs from the defaults."""
+        return {
+            field.name: list(value) if isinstance(value, tuple) else value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+
+
+def _read(text: str, wanted: Any) -> Any:
+    """``text`` in the type ``wanted``; as it is where it is no such thing, for :func:`_typed` to refuse."""
+    if wanted == tuple[str, ...]:
+        return [each.strip() for each in text.split(",")]
+    if wanted is float:
+        with contextlib.suppress(ValueError):
+            return float(text)
+    return text
 
 
 def check_nats_url(key: str, value: object) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import KVBusError
+from kvbus.last_words import VARIABLE, new_file, read_once
 from kvbus.local.cluster import EngineSpec, engine_command, engine_environment
 from kvbus.local.drain import drain
 from kvbus.local.model import check_model_dir
@@ -28,15 +29,19 @@ from kvbus.subjects import Subjects
 
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2
-_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+_ROLES = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer", Role.BOTH: "kv_both"}
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """What to run. ``engine_id`` must be new in the namespace; ``arguments`` go to vLLM."""
+    """What to run. ``engine_id`` must be new in the namespace; ``arguments`` go to vLLM.
+
+    ``model``: a folder, or the id of one on the Hugging Face hub, such as ``Qwen/Qwen3-0.6B``.
+    """
 
     role: Role
-    model: Path
+    model: str
     config: Config
     engine_id: str
     host: str
@@ -56,26 +61,30 @@ def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
     Raises:
         LocalClusterError: there is no model.
     """
-    check_model_dir(plan.model)
+    model, served_name = _model_of(plan.model)
     spec = EngineSpec(
         plan.engine_id,
-        plan.model,
-        plan.model.name,
+        model,
+        served_name,
         {
             "kv_connector": "KVBusConnector",
             "kv_role": _ROLES[plan.role],
             "engine_id": plan.engine_id,
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"nats_url": plan.config.nats_url, "namespace": plan.config.namespace},
+            "kv_connector_extra_config": plan.config.as_mapping(),
         },
         plan.arguments,
+        {} if model.exists() else {"HF_HUB_OFFLINE": "0"},
     )
     told = _Told()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told)
     say(f"engine {plan.engine_id}: {plan.role.value}, model {plan.model}, NATS {plan.config.nats_url}")
+    reason_file = new_file()
     child = subprocess.Popen(
-        engine_command(spec, plan.host, plan.port), env={**engine_environment(spec), **os.environ}, process_group=0
+        engine_command(spec, plan.host, plan.port),
+        env={**engine_environment(spec), **os.environ, VARIABLE: reason_file},
+        process_group=0,
     )
     while child.poll() is None:
         if told.times:
@@ -83,8 +92,21 @@ def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
             _stop(child, say)
             return 0
         time.sleep(POLL_S)
-    say(f"engine {plan.engine_id} has ended by itself, status {child.returncode}; its output above says why")
+    reason = read_once(reason_file) or "its output above says why"
+    say(f"engine {plan.engine_id} has ended by itself, status {child.returncode}: {reason}")
     return child.returncode if child.returncode > 0 else 1
+
+
+def _model_of(text: str) -> tuple[Path, str]:
+    """The model for vLLM, and the name that it is served under.
+
+    Raises:
+        LocalClusterError: neither a model's folder nor an id of the hub.
+    """
+    folder = Path(text)
+    if not folder.exists() and _HUB_ID.fullmatch(text):
+        return folder, text
+    return check_model_dir(folder), folder.name
 
 
 class _Told:
