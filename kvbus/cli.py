@@ -162,15 +162,14 @@ def up(
             arguments=context.args,
             say=say,
         )
-        with cluster:
+        with cluster, until_told():
             say(f"ready: [bold]{cluster.url}/v1[/bold], model [bold]{cluster.served_name}[/bold]; Ctrl-C ends it")
             example = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20}'
             say(f"look: kvbus trace (the last request), kvbus top --nats-url {cluster.nats_url}")
             say(f"try: curl {cluster.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{example}'")
-            with until_told():
-                while True:
-                    cluster.check()
-                    time.sleep(0.5)
+            while True:
+                cluster.check()
+                time.sleep(0.5)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": False})

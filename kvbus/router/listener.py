@@ -33,6 +33,7 @@ AGAIN_S = 0.1
 OTHER_DESCRIPTORS = 256  # bus, traces, listening, files
 PER_CONNECTION = 3  # a client's, and one to each of two engines
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})  # of a name with several addresses, such as IPv6's
 # A peer that is gone without a word is found out after 30 + 3 * 10 s; likewise one that takes nothing for so long.
 SILENT_S, PROBE_S, PROBES = 30, 10, 3
 TAKES_NOTHING_S = 60
@@ -59,24 +60,38 @@ class Listener:
         self._once = OncePer()
         self.connections: set[Connection] = set()
 
-    def open(self, host: str, port: int) -> None:
-        """Listen.
+    def bind(self, host: str, port: int) -> None:
+        """Take the port; connections to it are refused as yet.
 
         Raises:
-            LocalClusterError: the port cannot be used.
+            LocalClusterError: it cannot be used.
         """
-        self._kept = _a_descriptor()
         try:
-            for family, *_, address in socket.getaddrinfo(
-                host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-            ):
-                self._sockets.append(_listening(family, address))
+            found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for number, (family, *_, address) in enumerate(found):
+                try:
+                    self._sockets.append(_bound(family, address))
+                except OSError as failure:
+                    if failure.errno not in _NOT_HERE or not (self._sockets or number + 1 < len(found)):
+                        raise
         except OSError as failure:
             self.close()
-            raise LocalClusterError(
-                f"kvbus: port {port} on {host} cannot be used ({failure.strerror}); choose another with --port"
-            ) from None
-        self._listen()
+            raise _unusable(host, port, failure) from None
+
+    def listen(self) -> None:
+        """Take connections from now on.
+
+        Raises:
+            LocalClusterError: another process was faster.
+        """
+        self._kept = _a_descriptor()
+        for each in self._sockets:
+            try:
+                each.listen(BACKLOG)
+            except OSError as failure:
+                host, port = each.getsockname()[:2]
+                raise _unusable(host, port, failure) from None
+        self._look()
 
     def close(self) -> None:
         """Take what the kernel has made, and no more. Idempotent."""
@@ -120,7 +135,7 @@ class Listener:
 
     # Accepting
 
-    def _listen(self) -> None:
+    def _look(self) -> None:
         self._resting = None
         for each in self._sockets:
             asyncio.get_running_loop().add_reader(each, self._accept, each)
@@ -130,7 +145,7 @@ class Listener:
         for each in self._sockets:
             asyncio.get_running_loop().remove_reader(each)
         if self._resting is None:
-            self._resting = asyncio.get_running_loop().call_later(AGAIN_S, self._listen)
+            self._resting = asyncio.get_running_loop().call_later(AGAIN_S, self._look)
 
     def _accept(self, listening: socket.socket) -> None:
         try:
@@ -205,7 +220,13 @@ def room_for(wanted: int) -> int:
     return room
 
 
-def _listening(family: int, address: object) -> socket.socket:
+def _unusable(host: str, port: int, failure: OSError) -> LocalClusterError:
+    return LocalClusterError(
+        f"kvbus: port {port} on {host} cannot be used ({failure.strerror}); choose another with --port"
+    )
+
+
+def _bound(family: int, address: object) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -213,7 +234,6 @@ def _listening(family: int, address: object) -> socket.socket:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         sock.setblocking(False)
         sock.bind(address)  # type: ignore[arg-type]
-        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

@@ -101,10 +101,11 @@ async def run_router(
         listener = Listener(runner.server, room_for(settings.max_connections), router.meters.connection_refused)
         router.meters.watch_connections(lambda: len(listener.connections))
         try:
+            listener.bind(host, port)
             await _look_round(router, told)
             if told.once.is_set():
                 return EXIT_OK
-            listener.open(host, port)
+            listener.listen()
             logger.info("kvbus: the router listens on http://%s:%d", host, port)
             await told.once.wait()
             broken_off = await _end(router, listener, settings, told)

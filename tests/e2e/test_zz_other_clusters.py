@@ -82,6 +82,9 @@ async def test_chat_with_the_real_model_equals_the_reference(tmp_path: Path) -> 
         before = await prompt_tokens(cluster.engines["decode-0"].url)
         got = [await chat(cluster.url, folder.name, question) for question in CHATS]
         spent = await prompt_tokens(cluster.engines["decode-0"].url) - before
+    router = (tmp_path / "router.log").read_text()
+    assert router.rstrip().endswith("every request has ended; stopping"), "told once, in time (R2)"
+    assert len((tmp_path / "traces.jsonl").read_text().splitlines()) == len(CHATS)
     contents = [[answer["choices"][0]["message"]["content"] for answer in answers] for answers in (got, expected)]
     assert contents[0] == contents[1]
     assert_came_from_outside(spent, sum(answer["usage"]["prompt_tokens"] for answer in got))

@@ -68,7 +68,8 @@ class Door:
         await self.runner.setup()
         assert self.runner.server is not None
         self.listener = Listener(self.runner.server, LIMIT, lambda why: self.refused.update([why]))
-        self.listener.open("127.0.0.1", self.port)
+        self.listener.bind("127.0.0.1", self.port)
+        self.listener.listen()
 
     async def close(self) -> None:
         self.may.set()
@@ -220,12 +221,28 @@ def test_a_port_in_use_is_named() -> None:
         port = taken.getsockname()[1]
 
         async def listen() -> None:
-            Listener(None, 1, print).open("127.0.0.1", port)  # type: ignore[arg-type]
+            Listener(None, 1, print).bind("127.0.0.1", port)  # type: ignore[arg-type]
 
         with pytest.raises(
             LocalClusterError, match=rf"port {port} on 127.0.0.1 cannot be used \(Address already in use"
         ):
             asyncio.run(listen())
+
+
+def test_a_port_that_another_process_listens_on_first_is_named() -> None:
+    async def listen() -> None:
+        port, two = free_port(), [Listener(None, 1, print) for _ in range(2)]  # type: ignore[arg-type]
+        for each in two:
+            each.bind("127.0.0.1", port)
+        two[0].listen()
+        try:
+            with pytest.raises(LocalClusterError, match=rf"port {port} on 127.0.0.1 cannot be used"):
+                two[1].listen()
+        finally:
+            for each in two:
+                each.close()
+
+    asyncio.run(listen())
 
 
 def test_room_is_as_large_as_descriptors_allow(monkeypatch: pytest.MonkeyPatch) -> None:
