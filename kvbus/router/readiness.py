@@ -59,12 +59,15 @@ def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = Non
     lacking = ["the router was told to stop"] if draining else []
     models: dict[str, dict[str, list[str]]] = {}
     has_pair = serves = False
-    for model in sorted({engine.model for engine in engines}):
-        usable = [engine for engine in engines if engine.model == model and is_usable(engine)]
+    by_model: dict[str, list[Heartbeat]] = {}
+    for engine in engines:
+        by_model.setdefault(engine.model, []).append(engine)
+    for model, its in sorted(by_model.items()):
+        usable = [engine for engine in its if is_usable(engine)]
         prefill = [engine for engine in usable if engine.role.prefills]
         decode = [engine for engine in usable if engine.role.decodes]
         models[model] = {"prefill": [each.engine for each in prefill], "decode": [each.engine for each in decode]}
-        pair = any(fit(source, sink) for source in prefill for sink in decode)
+        pair = any(fit(source, sink) for source in _kinds(prefill) for sink in _kinds(decode))
         has_pair, serves = has_pair or pair, serves or bool(decode)
         if not decode:
             lacking.append(f"{model}: no decode engine is ready")
@@ -77,3 +80,12 @@ def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = Non
     if not models:
         lacking.append("no engine is known")
     return Readiness(serves and not draining, has_pair, draining, bus_away_s, tuple(lacking), models)
+
+
+def _kinds(engines: Sequence[Heartbeat]) -> list[Heartbeat]:
+    """Two of each kind that differ in what must fit, since one must not be paired with itself; pools have few kinds."""
+    kinds: dict[frozenset[tuple[str, str]], list[Heartbeat]] = {}
+    for engine in engines:
+        if len(same := kinds.setdefault(frozenset(engine.compat), [])) < 2:
+            same.append(engine)
+    return [engine for same in kinds.values() for engine in same]
