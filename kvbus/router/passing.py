@@ -28,7 +28,7 @@ from kvbus.router.loads import Loads
 from kvbus.router.models import merge_models, one_model
 from kvbus.router.reading import BadRequestError, parse, read_content
 from kvbus.router.routes import Route
-from kvbus.router.serving import UNBUFFERED
+from kvbus.router.serving import DECODE_HEADER, UNBUFFERED
 from kvbus.router.session import CHARS_PER_TOKEN
 from kvbus.router.settings import Settings
 
@@ -192,9 +192,12 @@ class Passing:
             self._session.request(request.method, url, data=content or None, headers=headers) as answer,
         ):
             if answer.content_type != "text/event-stream":
-                return respond(await upstream.whole(answer))
+                said = respond(await upstream.whole(answer))
+                said.headers[DECODE_HEADER] = engine.engine
+                return said
             patience.reschedule(None)
             response = web.StreamResponse(status=answer.status, headers=upstream.returned(answer))
+            response.headers[DECODE_HEADER] = engine.engine
             for name, value in UNBUFFERED.items():
                 response.headers.setdefault(name, value)
             await response.prepare(request)

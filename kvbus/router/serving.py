@@ -42,8 +42,8 @@ DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
 UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 """Asks proxies between us and the client to pass a stream on as it comes."""
-# Of a prefill engine: it has not got the model (any more), not this API, or another key. No word on the request.
-NO_VERDICT = frozenset({401, 403, 404, 405, 501})
+# Of a prefill engine: it has not got the model (any more), or not this API. No word on the request.
+NO_VERDICT = frozenset({404, 405, 501})
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
 
 
