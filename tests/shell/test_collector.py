@@ -76,7 +76,7 @@ async def pushed(
 async def test_a_request_becomes_one_trace_that_adds_up() -> None:
     kept = Kept()
     async with fronted("P", "D", span_sinks=[kept]) as front:
-        leg = await pushed(front, {"X-Request-Id": "r" * 300})
+        leg = await pushed(front, {"X-Request-Id": "r" * 256})
         await eventually(lambda: kept.spans)
         [view] = views_of(kept.spans)
         assert problems(view) == []
