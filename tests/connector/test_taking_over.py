@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -71,9 +70,7 @@ def test_without_the_routers_word_decode_computes_itself(boot: Boot, broker: Mem
     source.prefill(legs()[0], P_BLOCKS, well=False)
     eventually_sync(lambda: sink.has_received(leg.request_id))
     assert ask_again(sink, leg) is None, "the router may still name another one"
-    orphaned = time.monotonic()
     eventually_sync(lambda: ask_again(sink, leg) == 0)
-    assert time.monotonic() - orphaned < 2
     assert rebind(broker, "D", "t", 2, "P") == "unknown transfer"
 
 

@@ -271,9 +271,9 @@ def test_an_endpoint_that_is_away_is_said_once_and_holds_nobody(
     assert export is not None
     started = time.monotonic()
     export.write([span(number) for number in range(1, 200)])
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < CLOSE_TIMEOUT_S, "an export would try for 10 s"
     export.close()
-    assert time.monotonic() - started < CLOSE_TIMEOUT_S + 2
+    assert time.monotonic() - started < 2 * CLOSE_TIMEOUT_S + 4
     assert "the last spans could not be exported within 2 s" in caplog.text
     assert caplog.text.count("Transient error") <= 1
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 30.0  # only what never comes true takes it; a busy machine takes its time
 
 
 async def eventually(condition: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
