@@ -23,6 +23,7 @@ from kvbus.router.asking import Asker
 from kvbus.router.choose import choose_one, is_usable, key_of
 from kvbus.router.events import error_event
 from kvbus.router.fleet import RETRY_AFTER_S, Fleet
+from kvbus.router.forms import model_of
 from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.loads import Loads
 from kvbus.router.models import merge_models, one_model
@@ -35,9 +36,6 @@ from kvbus.router.settings import Settings
 ASIDE_S = 30.0  # for what needs no forward pass: a frozen engine must not hold a client for ever
 HOLDER_S = 5.0
 _RESPONSE_ID = re.compile(r"[A-Za-z0-9_-]{1,256}")
-MAX_PARTS = 64
-MAX_PART_HEAD_BYTES = 1 << 12
-_MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
 
 
 class Passing:
@@ -235,32 +233,6 @@ class Passing:
 
 def respond(answer: Answer) -> web.Response:
     return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
-
-
-def model_of(content: bytes, content_type: str) -> str | None:
-    """The model that a body names, in JSON or in a form; None if it names none.
-
-    Raises:
-        BadRequestError: it should be JSON and is not, or names something that is no model.
-    """
-    kind, _, parameters = content_type.partition(";")
-    if kind.strip().lower() == "multipart/form-data":
-        boundary = re.search(r'boundary="?([^";]{1,70})', parameters, re.IGNORECASE)
-        return _in_form(content, b"--" + boundary[1].encode()) if boundary else None
-    return parse(content).get("model") if content else None
-
-
-def _in_form(content: bytes, delimiter: bytes) -> str | None:
-    at = content.find(delimiter)
-    for _ in range(MAX_PARTS):
-        head_end = content.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
-        after = content.find(b"\r\n" + delimiter, head_end)
-        if at < 0 or head_end < 0 or after < 0:
-            return None
-        if _MODEL_PART.search(content, at, head_end + 2):
-            return content[head_end + 4 : after][:256].decode(errors="replace") or None
-        at = after + 2
-    return None
 
 
 def in_all(engines: Sequence[Heartbeat], answers: Sequence[Answer]) -> Answer:

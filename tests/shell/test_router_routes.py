@@ -12,6 +12,7 @@ from support.fronts import END, TOKEN_EVENT, FakeApi, fronted
 from support.waiting import eventually
 
 from kvbus.router import asking, passing
+from kvbus.router.forms import model_of
 from kvbus.router.routes import ROUTES, How
 from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER
 
@@ -239,10 +240,10 @@ async def test_a_body_that_is_passed_is_not_changed_by_a_byte() -> None:
 )
 def test_the_model_in_a_form(head: bytes, model: str | None) -> None:
     content = b"--b\r\nX: y\r\n\r\nz\r\n--b\r\n" + head + b"\r\n\r\nm\r\n--b--\r\n"
-    assert passing.model_of(content, 'multipart/form-data; boundary="b"') == model
+    assert model_of(content, 'multipart/form-data; boundary="b"') == model
     for junk in (b"", b"--b", b"--b\r\n\r\n", b"--b\r\n" * 5000, content[:-20]):
-        assert passing.model_of(junk, "multipart/form-data; boundary=b") is None
-    assert passing.model_of(content, "multipart/form-data") is None
+        assert model_of(junk, "multipart/form-data; boundary=b") is None
+    assert model_of(content, "multipart/form-data") is None
 
 
 async def test_a_stream_that_is_passed_is_not_held_up() -> None:

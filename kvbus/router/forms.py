@@ -1,0 +1,37 @@
+"""The model that a body names which is passed on as it came: in JSON, or in a form with files. Pure."""
+
+from __future__ import annotations
+
+import re
+
+from kvbus.router.reading import parse
+
+MAX_PARTS = 64
+MAX_PART_HEAD_BYTES = 1 << 12
+_MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
+
+
+def model_of(content: bytes, content_type: str) -> str | None:
+    """The model that a body names, in JSON or in a form; None if it names none.
+
+    Raises:
+        BadRequestError: it should be JSON and is not, or names something that is no model.
+    """
+    kind, _, parameters = content_type.partition(";")
+    if kind.strip().lower() == "multipart/form-data":
+        boundary = re.search(r'boundary="?([^";]{1,70})', parameters, re.IGNORECASE)
+        return _in_form(content, b"--" + boundary[1].encode()) if boundary else None
+    return parse(content).get("model") if content else None
+
+
+def _in_form(content: bytes, delimiter: bytes) -> str | None:
+    at = content.find(delimiter)
+    for _ in range(MAX_PARTS):
+        head_end = content.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)
+        after = content.find(b"\r\n" + delimiter, head_end)
+        if at < 0 or head_end < 0 or after < 0:
+            return None
+        if _MODEL_PART.search(content, at, head_end + 2):
+            return content[head_end + 4 : after][:256].decode(errors="replace") or None
+        at = after + 2
+    return None
