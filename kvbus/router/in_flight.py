@@ -80,6 +80,7 @@ class InFlight:
             return begun
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORD_S):
-                await begun.write(error_event(error_body(503, STOPPED, UNAVAILABLE)))
+                named = not request.path.endswith("/completions")  # of these two, events have no names
+                await begun.write(error_event(error_body(503, STOPPED, UNAVAILABLE), named=named))
                 await begun.write_eof()
         return begun

@@ -54,6 +54,13 @@ class Door:
         await self.may.wait()
         return response
 
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(b"data: half\n\n")
+        await self.may.wait()
+        return response
+
     async def large(self, _: web.Request) -> web.Response:
         return web.Response(body=b"x" * (32 << 20))
 
@@ -64,6 +71,8 @@ class Door:
         app.router.add_get("/held", self.held)
         app.router.add_get("/half", self.half)
         app.router.add_get("/large", self.large)
+        for path in ("/v1/messages", "/v1/completions"):
+            app.router.add_get(path, self.events)
         self.runner = web.AppRunner(app, keepalive_timeout=self.keep_alive_s)
         await self.runner.setup()
         assert self.runner.server is not None
@@ -189,6 +198,16 @@ async def test_an_answer_that_is_broken_off_does_not_pass_for_a_whole_one(door: 
     with contextlib.suppress(ConnectionError):
         assert b"0\r\n\r\n" not in await rest_of(reader)
     await eventually(lambda: door.listener.is_empty)
+
+
+@pytest.mark.parametrize(("path", "event"), [(b"/v1/messages", b"event: error\n"), (b"/v1/completions", b"")])
+async def test_a_stream_that_is_broken_off_ends_as_its_client_reads_it(door: Door, path: bytes, event: bytes) -> None:
+    reader, _ = await door.client(GET % path)
+    await reader.readuntil(b"half\n\n")
+    door.in_flight.break_off()
+    rest = await reader.readuntil(b"0\r\n\r\n")
+    assert b"\n" + event + b"data: {" in rest
+    assert b"the router was stopped" in rest
 
 
 async def test_an_answer_that_is_not_taken_is_still_carried(door: Door) -> None:
