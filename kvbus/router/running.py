@@ -32,7 +32,7 @@ from kvbus.subjects import Subjects
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-LOOK_ROUND_S = 2.0
+LOOK_ROUND_S = 5.0
 BROKEN_OFF_S = 2.0  # to write the last words
 EXIT_OK = 0
 

@@ -214,7 +214,7 @@ class PacedApi(FakeApi):
 
 
 class Balancer:
-    """Sends each request to the next router; to another one if it cannot connect. Counts what became of them."""
+    """Sends each request to the next router; round again, while it cannot connect. Counts what became of them."""
 
     def __init__(self, routers: list[RouterProcess]) -> None:
         self._routers, self._number = routers, 0
@@ -222,8 +222,9 @@ class Balancer:
 
     async def ask(self, session: aiohttp.ClientSession, *, stream: bool) -> None:
         self._number += 1
-        for offset in range(2):
-            router = self._routers[(self._number + offset) % 2]
+        first = self._number  # others ask meanwhile
+        for offset in range(4):
+            router = self._routers[(first + offset) % 2]
             try:
                 status, text, _ = await ask(session, router.url, stream=stream)
             except aiohttp.ClientConnectorError:
@@ -267,7 +268,7 @@ async def test_two_routers_restarted_in_turn_lose_no_request(nats_server: NatsSe
                     task = asyncio.create_task(balancer.ask(session, stream=number % 2 == 0))
                     asking.add(task)
                     task.add_done_callback(asking.discard)
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0.1)
 
             loading = asyncio.create_task(load())
             began = time.monotonic()

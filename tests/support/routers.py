@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ import aiohttp
 
 from kvbus.bus import NatsBus
 from kvbus.local.process import Child, free_port
-from kvbus.messages import Heartbeat, Role, State, encode
+from kvbus.membership import Membership
+from kvbus.messages import Heartbeat, Role, State
+from kvbus.node import Node
 from kvbus.subjects import Subjects
 from support.fronts import FakeApi
 from support.waiting import eventually
 
-BEAT_S = 0.5
 CHAT = "/v1/chat/completions"
 
 
@@ -69,7 +71,10 @@ class RouterProcess:
 
 
 class Fleet:
-    """Fake engines that say on a real bus that they are there: prefill if the name begins with P, else decode."""
+    """Fake engines that say on a real bus that they are there: prefill if the name begins with P, else decode.
+
+    They say so from threads of their own: a test that is busy must not make them look dead.
+    """
 
     def __init__(self, nats_url: str, namespace: str, apis: Sequence[FakeApi]) -> None:
         self.nats_url, self.namespace = nats_url, namespace
@@ -78,15 +83,14 @@ class Fleet:
     def __getitem__(self, name: str) -> FakeApi:
         return self.apis[name]
 
-    async def _beat(self, bus: NatsBus) -> None:
-        subjects, number = Subjects(self.namespace), 0
-        while True:
-            number += 1
-            for name, api in self.apis.items():
-                role = Role.PREFILL if name.startswith("P") else Role.DECODE
-                beat = Heartbeat(name, 1, number, role, State.READY, 1, "m", address=api.address)
-                bus.publish(subjects.heartbeats(role, name), encode(beat))
-            await asyncio.sleep(BEAT_S)
+    def node(self, name: str) -> Node:
+        """The engine on the bus."""
+        role = Role.PREFILL if name.startswith("P") else Role.DECODE
+        beat = Heartbeat(name, 1, 1, role, State.READY, 1, "m", address=self.apis[name].address)
+        bus, subjects = NatsBus([self.nats_url], name), Subjects(self.namespace)
+        node = Node(bus, subjects, name=name, membership=Membership(), hears=())
+        node.present(lambda number: replace(beat, number=number))
+        return node
 
 
 @asynccontextmanager
@@ -96,9 +100,10 @@ async def fleet(nats_url: str, namespace: str, *apis: FakeApi) -> AsyncIterator[
             await api.server.start_server()
             stack.push_async_callback(api.server.close)
         made = Fleet(nats_url, namespace, apis)
-        bus = await stack.enter_async_context(NatsBus([nats_url], "test-fleet"))
-        beating = asyncio.create_task(made._beat(bus))
-        stack.callback(beating.cancel)
+        for api in apis:
+            node = made.node(api.name)
+            node.start()
+            stack.callback(node.close)
         yield made
 
 
