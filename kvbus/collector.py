@@ -151,8 +151,8 @@ class Collector:
     async def _ask_clock(self, engine: str, host: str) -> None:
         try:
             asked_ns = time.monotonic_ns()
-            subject = self._node.subjects.clock(engine)
-            reply = await self._node.request(subject, ClockRequest(self._node.name), CLOCK_TIMEOUT_S)
+            me = self._node.me
+            reply = await self._node.request(self._node.subjects.clock(engine, me), ClockRequest(me), CLOCK_TIMEOUT_S)
             if isinstance(reply, ClockReply):
                 self._clocks.hear(reply.host, asked_ns, reply.received_ns, reply.sent_ns, time.monotonic_ns())
         except (BusUnavailableError, MessageError) as error:

@@ -13,6 +13,7 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from kvbus.errors import ConfigError
+from kvbus.fields import is_address
 from kvbus.subjects import check_token
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
@@ -56,10 +57,8 @@ class Config:
         for server in self.servers:
             check_nats_url("nats_url", server)
         check_token("namespace", self.namespace)
-        if self.http_address:
-            host, colon, port = self.http_address.rpartition(":")
-            if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-                raise ConfigError("http_address", self.http_address, "host:port")
+        if self.http_address and not is_address(self.http_address):
+            raise ConfigError("http_address", self.http_address, "host:port")
         for name in (
             "heartbeat_interval_s",
             "dead_after_s",

@@ -6,9 +6,10 @@ what is allowed. :mod:`kvbus.messages` finds it by a field's annotation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 from kvbus.blocks import BlockRuns
 from kvbus.errors import MessageError
@@ -21,6 +22,7 @@ MAX_BLOCKS = 1 << 20
 MAX_PAIRS = 64
 MAX_ECHOES = 1024
 MAX_MARKS = 1024
+MAX_KEY_BYTES = 64
 _MAX_INT = (1 << 63) - 1
 
 
@@ -51,6 +53,10 @@ class State(StrEnum):
 _ROLES = {role.value: role for role in Role}
 _STATES = {state.value: state for state in State}
 
+Address = Annotated[str, "host:port"]
+"""Of an engine's HTTP server; empty while it has none. Anything else would be part of a URL that routers call."""
+Key = Annotated[bytes, "key"]
+"""A public key or a digest."""
 Pairs = tuple[tuple[str, str], ...]
 MarkList = tuple[tuple[int, str, int, str], ...]
 """``(attempt, name, time in ns on the sender's monotonic clock, note)``: see :mod:`kvbus.ttft`."""
@@ -65,6 +71,27 @@ def _bad(name: str, value: object, wanted: str) -> MessageError:
 def _text(name: str, value: object) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT_CHARS:
         raise _bad(name, value, f"text of at most {MAX_TEXT_CHARS} characters")
+    return value
+
+
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]):([1-9][0-9]{0,4})")
+
+
+def is_address(value: str) -> bool:
+    """Whether it is ``host:port`` or ``[IPv6]:port``, and nothing else."""
+    found = _ADDRESS.fullmatch(value)
+    return found is not None and int(found[1]) < 1 << 16
+
+
+def _address(name: str, value: object) -> str:
+    if not isinstance(value, str) or (value and not is_address(value)):
+        raise _bad(name, value, "host:port, or empty")
+    return value
+
+
+def _key(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) > MAX_KEY_BYTES:
+        raise _bad(name, value, f"at most {MAX_KEY_BYTES} bytes")
     return value
 
 
@@ -173,6 +200,8 @@ CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     float: _number,
     bool: _flag,
     bytes: _binary,
+    Address: _address,
+    Key: _key,
     Role: _role,
     State: _state,
     BlockRuns: _runs,

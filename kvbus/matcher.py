@@ -9,6 +9,7 @@ Pure: time is an argument (seconds, monotonic), whatever a peer can send is answ
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvbus.matching import (
     PostWrite,
     Reject,
     ReleaseBlocks,
+    Released,
     Send,
     SinkJoined,
     SinkLeft,
@@ -42,6 +44,7 @@ from kvbus.messages import (
     Pulse,
     Registration,
     RegistrationAck,
+    Release,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -62,7 +65,7 @@ class Matcher:
         block_lease_s: how long the blocks of a completed prefill wait for a registration, seconds.
         pool_hold_s: how long an unclaimed registration from the pool is kept, seconds. The decode engine re-sends it.
         registration_hold_s: how long an acknowledged registration waits for its prefill, seconds.
-        write_lease_s: see :mod:`kvbus.lease`.
+        write_lease_s, pulse_number: see :mod:`kvbus.lease`.
     """
 
     def __init__(
@@ -76,13 +79,14 @@ class Matcher:
         pool_hold_s: float = 10.0,
         registration_hold_s: float = 600.0,
         write_lease_s: float = WRITE_LEASE_S,
+        pulse_number: Callable[[], int] | None = None,
         max_transfers: int = MAX_TRANSFERS,
     ) -> None:
         self._engine, self._incarnation, self._rank, self._ranks = engine, incarnation, rank, ranks
         self._block_lease_s, self._pool_hold_s = block_lease_s, pool_hold_s
         self._registration_hold_s, self._max_transfers = registration_hold_s, max_transfers
         self._transfers: dict[str, Transfer] = {}
-        self._sinks = Sinks(engine, incarnation, rank, write_lease_s)
+        self._sinks = Sinks(engine, incarnation, rank, write_lease_s, pulse_number)
         self._deadlines: Deadlines[str] = Deadlines()
         self._tombstones: BoundedDict[str, Tombstone] = BoundedDict(MAX_TOMBSTONES)
         self._draining = False
@@ -123,6 +127,8 @@ class Matcher:
                 return self._cancel(event, now, direct=True)
             case PooledCancel(cancel):
                 return self._cancel(cancel, now, direct=False)
+            case Released(word):
+                return self._release_unserved(word)
             case SinkJoined():
                 return self._join(event, now)
             case SinkLeft():
@@ -159,7 +165,7 @@ class Matcher:
     def _register(self, registration: Registration, now: float, *, direct: bool) -> list[Effect]:
         if registration.source_incarnation not in (0, self._incarnation):
             return [Reject("for another incarnation")]
-        if not self._hear(registration):
+        if direct and not self._hear(registration):
             return [Reject("stale epoch")]
         bound = direct and registration.source_incarnation == self._incarnation
         if self._draining:
@@ -185,6 +191,11 @@ class Matcher:
         effects: list[Effect] = []
         held = transfer.registration
         repeated = held is not None and same(held, registration)
+        if held is not None and not repeated and not transfer.bound and (bound or not direct):
+            transfer.forget()  # anybody may have said it, in the pool: it does not stand against another word
+            held = None
+        if held is not None and not repeated and not direct:
+            return [Reject("bound already")]
         if held is not None:
             if repeated and transfer.done is not None:
                 return [Send(registration.sink_engine, transfer.done)]  # word of the end was lost
@@ -200,7 +211,8 @@ class Matcher:
             if not repeated and registration.attempt == held.attempt:
                 used_up = direct and transfer.stage is Stage.WRITTEN
                 return [self._ack(registration, refused=Outcome.DONE.value) if used_up else Reject("stale attempt")]
-            transfer.highest_attempt = max(transfer.highest_attempt, registration.attempt)
+            if direct:
+                transfer.highest_attempt = max(transfer.highest_attempt, registration.attempt)
             if transfer.stage is Stage.WRITING:
                 # The old attempt's WRITE cannot be taken back; the new one is re-sent until it has ended.
                 return [Reject("write in progress")]
@@ -422,6 +434,8 @@ class Matcher:
             return [self._cancel_ack(cancel)]
         if held is not None and cancel.attempt == held.attempt and cancel.sink_engine != held.sink_engine:
             return [Reject("stale cancel")]
+        if transfer is not None and transfer.bound and not direct:
+            return [Reject("stale cancel")]  # its decode engine knows us, and cancels here
         if transfer is not None and transfer.stage is Stage.WRITING:
             transfer.cancel = cancel  # acknowledged when the WRITE has ended
             return []
@@ -440,6 +454,23 @@ class Matcher:
         transfer.close_before(cancel.attempt + 1)
         self._deadlines.set(cancel.transfer_id, now + self._block_lease_s)
         return [self._cancel_ack(cancel)]
+
+    def _release_unserved(self, word: Release) -> list[Effect]:
+        """A router's word, which any client of the bus may say: a WRITE that is under way is left alone, and a decode
+        engine that waits for one is told that none will come."""
+        key = word.transfer_id
+        transfer = self._transfers.get(key)
+        if transfer is None:
+            if key not in self._tombstones:  # the prefill may still come, and shall then free its blocks at once
+                self._tombstones[key] = Tombstone(Outcome.CANCELLED, word.attempt)
+            return []
+        if transfer.stage is Stage.WRITING or word.attempt < transfer.highest_attempt:
+            return [Reject("release of what is served")]
+        if transfer.done is not None:
+            return self._bury(key, transfer, Outcome.DONE, transfer.done, told=True)
+        held = transfer.registration if transfer.acknowledged else None
+        told: list[Effect] = [self._ack(held, refused=Outcome.CANCELLED.value)] if held is not None else []
+        return told + self._bury(key, transfer, Outcome.CANCELLED, None)
 
     def _join(self, sink: SinkJoined, now: float) -> list[Effect]:
         if not self._sinks.join(sink):

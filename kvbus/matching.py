@@ -14,6 +14,7 @@ from kvbus.messages import (
     PrefillFailed,
     PrefillProgress,
     Registration,
+    Release,
     Wanted,
 )
 
@@ -73,11 +74,19 @@ class PooledCancel:
     cancel: Cancel
 
 
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A router says that nobody takes this transfer."""
+
+    word: Release
+
+
 Event = (
     Registration
     | PooledRegistration
     | Cancel
     | PooledCancel
+    | Released
     | PrefillProgress
     | PrefillCompleted
     | PrefillFailed

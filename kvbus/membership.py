@@ -1,6 +1,7 @@
 """Membership: which engines are there, by their heartbeats. Pure; time is an argument.
 
-The one rule: of one engine id only the newest incarnation is a member, and what an older one still says is dropped.
+The one rule: of one engine id one incarnation is a member, the newest that had not to push out one which still speaks;
+what others say is dropped.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ from dataclasses import dataclass, fields
 from operator import attrgetter
 
 from kvbus.bounded import Deadlines
-from kvbus.messages import Bye, Heartbeat, Role, State
+from kvbus.messages import Bye, Heartbeat, Role, State, farewell_of
 
 MAX_PEERS = 4096
 # Heard twice a second from each engine, so it must not cost building a message.
 _WORDS = attrgetter(*(field.name for field in fields(Heartbeat) if field.name != "number"))
+# What an incarnation has once said of itself does not change, so whoever says otherwise is not it.
+_FIXED = attrgetter("role", "tp_size", "compat", "data_parallel", "data_parallel_rank", "public_key", "farewell")
+# A new incarnation takes the place of one that was silent for so long. One that still speaks is not gone.
+YIELD_S = 1.0
 SUSPECT_S = 1.0  # a client that connects again does so, and announces itself, in a fraction of it
 
 
@@ -55,6 +60,7 @@ class Membership:
         self._dead_after_s, self._max_peers = dead_after_s, max_peers
         self._peers: dict[str, Heartbeat] = {}
         self._deadlines: Deadlines[str] = Deadlines()
+        self._heard_at: dict[str, float] = {}
         self.rejected = 0
 
     def __getitem__(self, engine: str) -> Heartbeat:
@@ -83,15 +89,25 @@ class Membership:
             self.rejected += 1
             return []
         if isinstance(message, Bye):
-            return [self._drop(known, "left")] if known is not None else []
+            if known is None or message.incarnation != known.incarnation or not _is_farewell(message, known):
+                self.rejected += known is not None
+                return []
+            return [self._drop(known, "left")]
         if known is None and len(self._peers) >= self._max_peers:
             self.rejected += 1
             return []
         changes: list[Change] = []
         if known is not None and message.incarnation > known.incarnation:
+            if now - self._heard_at[message.engine] < YIELD_S:
+                self.rejected += 1
+                return []
             changes.append(self._drop(known, "replaced"))
             known = None
+        if known is not None and (_FIXED(known) != _FIXED(message) or known.address not in ("", message.address)):
+            self.rejected += 1
+            return []
         self._peers[message.engine] = message
+        self._heard_at[message.engine] = now
         self._deadlines.set(message.engine, now + self._dead_after_s)
         if known is None:
             self._peers = dict(sorted(self._peers.items()))  # here, not in peers(), which is asked for each request
@@ -108,6 +124,7 @@ class Membership:
         """Its connection is gone: it has little time to speak again. Unknown ones are ignored."""
         known = self._peers.get(engine)
         if known is not None and known.incarnation == incarnation:
+            self._heard_at[engine] = float("-inf")
             due = self._deadlines.get(engine)
             self._deadlines.set(engine, now + SUSPECT_S if due is None else min(due, now + SUSPECT_S))
 
@@ -117,9 +134,13 @@ class Membership:
             self._deadlines.set(engine, now + self._dead_after_s)
 
     def _drop(self, peer: Heartbeat, reason: str) -> PeerLeft:
-        del self._peers[peer.engine]
+        del self._peers[peer.engine], self._heard_at[peer.engine]
         self._deadlines.drop(peer.engine)
         return PeerLeft(peer.engine, peer.incarnation, peer.role, reason)
+
+
+def _is_farewell(bye: Bye, member: Heartbeat) -> bool:
+    return not member.farewell or farewell_of(bye.word) == member.farewell
 
 
 def differences(ours: Heartbeat, theirs: Heartbeat) -> list[str]:

@@ -4,7 +4,8 @@ The one rule: nothing past this module sees a dict or an unchecked field. :func:
 other's inverse; whatever :func:`decode` cannot accept raises :class:`~kvbus.errors.MessageError` and nothing else.
 
 Wire format: one msgpack map ``{"v": version, "k": kind, field: value, ...}``. Unknown fields are ignored, missing
-ones take their default, or the message is refused if there is none.
+ones take their default, or the message is refused if there is none. What one engine says to another ends in a field
+``"s"``, its seal (:mod:`kvbus.keys`): 16 bytes over all bytes before them.
 
 Wire versions:
     1  first.
@@ -13,6 +14,7 @@ Wire versions:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast, get_type_hints
@@ -22,7 +24,9 @@ import msgpack
 from kvbus.blocks import BlockRuns
 from kvbus.errors import MessageError
 from kvbus.fields import CHECK_OF_TYPE, MAX_BINARY_BYTES, MAX_RUNS, MAX_TEXT_CHARS
+from kvbus.fields import Address as Address
 from kvbus.fields import Echoes as Echoes
+from kvbus.fields import Key as Key
 from kvbus.fields import MarkList as MarkList
 from kvbus.fields import Pairs as Pairs
 from kvbus.fields import Role as Role
@@ -33,13 +37,20 @@ WIRE_VERSION = 1
 FIRST_ATTEMPT = 1
 
 MAX_MESSAGE_BYTES = 8 << 20
+SEAL_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages. ``KIND`` is the tag on the wire."""
+    """Base of all messages. ``KIND`` is the tag on the wire.
+
+    ``SPEAKER`` names the fields that say who speaks: an id, which the last token of the subject must repeat, and the
+    incarnation of an engine. What is ``SEALED`` is said by one engine to another, or to itself.
+    """
 
     KIND: ClassVar[str] = ""
+    SPEAKER: ClassVar[tuple[str, str]] = ("", "")
+    SEALED: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS[type(self)]:
@@ -47,10 +58,19 @@ class Message:
             if (checked := check(name, value)) is not value:
                 object.__setattr__(self, name, checked)
 
+    @property
+    def speaker(self) -> tuple[str, int]:
+        """Who says it, and which incarnation of it: empty and 0 if the message does not tell."""
+        name, incarnation = self.SPEAKER
+        return getattr(self, name) if name else "", getattr(self, incarnation) if incarnation else 0
+
 
 @dataclass(frozen=True, slots=True)
 class _FromSink(Message):
     """What a decode engine says about one attempt at one transfer."""
+
+    SPEAKER = ("sink_engine", "sink_incarnation")
+    SEALED = True
 
     transfer_id: str
     attempt: int
@@ -131,8 +151,29 @@ class Cancel(_FromSink):
 
 
 @dataclass(frozen=True, slots=True)
+class Release(Message):
+    """A router's word to a prefill engine: ``sink_engine`` did not serve this attempt, and nobody else will.
+
+    Routers have no key, so anybody can say it: believed, it costs a transfer whose prompt is then computed on decode.
+    """
+
+    KIND = "release"
+    SPEAKER = ("sender", "")
+
+    transfer_id: str
+    attempt: int
+    sender: str
+    sink_engine: str
+    sink_incarnation: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class _FromSource(Message):
     """What a prefill engine says about one transfer."""
+
+    SPEAKER = ("source_engine", "source_incarnation")
+    SEALED = True
 
     transfer_id: str
     source_engine: str
@@ -141,13 +182,17 @@ class _FromSource(Message):
 
 @dataclass(frozen=True, slots=True)
 class PrefillProgress(_FromSource):
-    """``computed`` of the prompt's ``total`` tokens are computed; 0 when the request has just arrived."""
+    """``computed`` of the prompt's ``total`` tokens are computed; 0 when the request has just arrived.
+
+    The scheduler numbers what it says of prefills, from 1: ranks so know what they have heard of it already.
+    """
 
     KIND = "progress"
 
     request_id: str
     computed: int
     total: int
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +206,7 @@ class PrefillCompleted(_FromSource):
     tokens: int
     digest: str = ""
     traceparent: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +217,7 @@ class PrefillFailed(_FromSource):
 
     request_id: str
     reason: str
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +292,12 @@ class Heartbeat(Message):
     ``queued_tokens`` are still to be computed here.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
+    ``public_key`` and ``farewell``: see :mod:`kvbus.keys`.
     ``data_parallel``: other ranks share the address; ``data_parallel_rank`` tells vLLM which one is meant.
     """
 
     KIND = "hb"
+    SPEAKER = ("engine", "incarnation")
 
     engine: str
     incarnation: int
@@ -257,7 +306,7 @@ class Heartbeat(Message):
     state: State
     tp_size: int
     model: str = ""
-    address: str = ""
+    address: Address = ""
     free_blocks: int = 0
     total_blocks: int = 0
     requests: int = 0
@@ -265,6 +314,8 @@ class Heartbeat(Message):
     compat: Pairs = ()
     data_parallel: bool = False
     data_parallel_rank: int = 0
+    public_key: Key = b""
+    farewell: Key = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +323,7 @@ class Pulse(Message):
     """A prefill rank is alive; ``number`` is what a decode engine echoes."""
 
     KIND = "pulse"
+    SPEAKER = ("source_engine", "source_incarnation")
 
     source_engine: str
     source_incarnation: int
@@ -284,6 +336,8 @@ class LeaseEcho(Message):
     """A decode engine has heard these pulses, and wants what it registered in this epoch (:mod:`kvbus.lease`)."""
 
     KIND = "echo"
+    SPEAKER = ("sink_engine", "sink_incarnation")
+    SEALED = True
 
     sink_engine: str
     sink_incarnation: int
@@ -296,6 +350,7 @@ class DrainRequest(Message):
     """Asks an engine to say that it is draining, so that routers send it nothing new; ``undo``: that it is ready."""
 
     KIND = "drain?"
+    SPEAKER = ("sender", "")
 
     sender: str
     undo: bool = False
@@ -320,6 +375,7 @@ class Marks(Message):
     """
 
     KIND = "marks"
+    SPEAKER = ("engine", "")
 
     transfer_id: str
     engine: str
@@ -335,6 +391,7 @@ class ClockRequest(Message):
     """Asks an engine for its clock."""
 
     KIND = "clock?"
+    SPEAKER = ("sender", "")
 
     sender: str
 
@@ -356,18 +413,21 @@ class Who(Message):
     """Asks every engine for a heartbeat at once."""
 
     KIND = "who"
+    SPEAKER = ("sender", "")
 
     sender: str
 
 
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    """This incarnation of the engine is leaving."""
+    """This incarnation of the engine is leaving. Its heartbeats have said the digest of ``word``."""
 
     KIND = "bye"
+    SPEAKER = ("engine", "incarnation")
 
     engine: str
     incarnation: int
+    word: Key = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,14 +435,17 @@ class MetadataRequest(Message):
     """Asks one rank of an engine for its NIXL agent metadata; ``incarnation`` is the only one that shall answer."""
 
     KIND = "meta?"
+    SPEAKER = ("sender", "sender_incarnation")
+    SEALED = True
 
     sender: str
     incarnation: int = 0
+    sender_incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class MetadataReply(Message):
-    """The metadata, opaque to the bus; ``error`` says why there is none."""
+    """The metadata, encrypted for who asked; ``error`` says why there is none."""
 
     KIND = "meta!"
 
@@ -393,12 +456,42 @@ class MetadataReply(Message):
     error: str = ""
 
 
-def encode(message: Message) -> bytes:
-    """Encode a message; the inverse of :func:`decode`."""
+_NO_SEAL = bytes(SEAL_BYTES)
+
+
+def encode(message: Message, key: bytes | None = None) -> bytes:
+    """Encode a message; the inverse of :func:`decode`. With a ``key`` it is sealed."""
     body: dict[str, Any] = {"v": WIRE_VERSION, "k": message.KIND}
     for name, _ in _CHECKS[type(message)]:
         body[name] = getattr(message, name)
-    return cast(bytes, msgpack.packb(body))
+    if key is None:
+        return cast(bytes, msgpack.packb(body))
+    payload = cast(bytes, msgpack.packb({**body, "s": _NO_SEAL}))
+    return payload[:-SEAL_BYTES] + seal_of(payload, key)
+
+
+def seal_of(payload: bytes, key: bytes) -> bytes:
+    """The seal that belongs into the last :data:`SEAL_BYTES` of ``payload``."""
+    return hashlib.blake2b(payload[:-SEAL_BYTES], key=key, digest_size=SEAL_BYTES).digest()
+
+
+def farewell_of(word: bytes) -> bytes:
+    """What a heartbeat says beforehand of the ``word`` that a :class:`Bye` will reveal."""
+    return hashlib.blake2b(word, digest_size=32).digest()
+
+
+def heard(subject: str, payload: bytes) -> Message:
+    """Decode what was heard on ``subject``: the subject, which the server can guard, says who speaks.
+
+    Raises:
+        MessageError: as :func:`decode`, or the message is of somebody else.
+    """
+    message, (*_, role, speaker) = decode(payload), subject.split(".")
+    if message.SPEAKER[0] and message.speaker[0] != speaker:
+        raise MessageError(f"{message.KIND} of {message.speaker[0]!r:.80}, said by {speaker}")
+    if isinstance(message, Heartbeat) and message.role != role:
+        raise MessageError(f"heartbeat of a {message.role} engine, said by one for {role}")
+    return message
 
 
 def decode(data: bytes) -> Message:
@@ -448,7 +541,7 @@ def _leaves(cls: type[Message]) -> list[type[Message]]:
 _CHECKS: dict[type[Message], tuple[tuple[str, Callable[[str, object], object]], ...]] = {
     cls: tuple(
         (field.name, CHECK_OF_TYPE[hints[field.name]])
-        for hints in (get_type_hints(cls),)
+        for hints in (get_type_hints(cls, include_extras=True),)
         for field in dataclasses.fields(cls)
     )
     for cls in _leaves(Message)

@@ -17,11 +17,12 @@ from typing import Any, Protocol, Self, TypeVar
 
 from kvbus.bus import Bus
 from kvbus.errors import KVBusError, MessageError, PayloadTooLargeError
+from kvbus.keys import Keys
 from kvbus.membership import Change, Membership, PeerJoined, PeerLeft
-from kvbus.messages import Bye, Heartbeat, Message, Role, Who, decode, encode
+from kvbus.messages import Bye, Heartbeat, Message, Role, Who, decode, encode, heard
 from kvbus.metrics import Counters, OncePer
 from kvbus.presence import DISCONNECTS, lost_engine
-from kvbus.subjects import Subjects
+from kvbus.subjects import Subjects, check_token
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Node:
         membership: told of every heartbeat.
         heartbeat_interval_s: how often :meth:`present` announces, seconds.
         hears: the roles whose heartbeats are heard; in a large pool every other one is cost without use.
+        keys: of an engine; a router or tool has none. With them, what engines say to each other is sealed and checked.
+        speaker: who speaks: an engine's id; otherwise ``name``.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class Node:
         membership: Membership,
         heartbeat_interval_s: float = 0.5,
         hears: Collection[Role] = tuple(Role),
+        keys: Keys | None = None,
+        speaker: str = "",
     ) -> None:
+        self.keys, self.me = keys, check_token("speaker", speaker or name)
         self.bus, self.subjects, self.name, self.membership = bus, subjects, name, membership
         self.counters: Counters = bus.counters
         self._interval_s = heartbeat_interval_s
@@ -91,12 +97,21 @@ class Node:
         self._participants.append(participant)
 
     def listen(
-        self, subject: str, kinds: type[Message] | tuple[type[Message], ...], handler: Callable[[Any], None]
+        self,
+        subject: str,
+        kinds: type[Message] | tuple[type[Message], ...],
+        handler: Callable[[Any], None],
+        *,
+        sealed: bool = True,
     ) -> None:
-        """Call ``handler`` with each message of ``kinds`` on ``subject``; everything else is counted and dropped."""
+        """Call ``handler`` with each message of ``kinds`` on ``subject``; everything else is counted and dropped.
+
+        Args:
+            sealed: False if a lie on this subject can do no harm: then nobody has to prove who speaks.
+        """
 
         def on_payload(actual_subject: str, payload: bytes) -> None:
-            message = self._decode(actual_subject, payload)
+            message = self._hear_message(actual_subject, payload, sealed=sealed)
             if message is None:
                 return
             if not isinstance(message, kinds):
@@ -109,14 +124,24 @@ class Node:
 
         self._setup.append(lambda: self.bus.subscribe(subject, on_payload))
 
-    def serve(self, subject: str, kind: type[M], handler: Callable[[str, M], Message | None]) -> None:
-        """Answer requests of ``kind`` on ``subject``; ``handler`` gets the subject and the request."""
+    def serve(
+        self,
+        subject: str,
+        kind: type[M],
+        handler: Callable[[str, M], Message | None],
+        stranger: Callable[[str], Message | None] = lambda _: None,
+    ) -> None:
+        """Answer requests of ``kind`` on ``subject``; ``handler`` gets the subject and the request.
+
+        Args:
+            stranger: gets the subject, and gives the answer for who did not prove who asks.
+        """
 
         def on_request(actual_subject: str, payload: bytes) -> bytes | None:
-            message = self._decode(actual_subject, payload)
-            if not isinstance(message, kind):
+            message = self._hear_message(actual_subject, payload, sealed=True)
+            if message is not None and not isinstance(message, kind):
                 return None
-            answer = handler(actual_subject, message)
+            answer = handler(actual_subject, message) if message is not None else stranger(actual_subject)
             return encode(answer) if answer is not None else None
 
         self._setup.append(lambda: self.bus.serve(subject, on_request))
@@ -154,17 +179,31 @@ class Node:
         if self._thread.is_alive():
             logger.warning("kvbus: %s did not end within %s s; left behind", self.name, CLOSE_TIMEOUT_S)
 
-    def publish(self, subject: str, message: Message) -> bool:
+    def publish(self, subject: str, message: Message, to: str = "") -> bool:
         """Publish from any thread; False, and counted, if the bus is away.
+
+        Args:
+            to: the engine that shall be able to check that it is from us; our own one for its other processes.
 
         Raises:
             PayloadTooLargeError: nothing was sent.
         """
-        return self.bus.publish(subject, encode(message))
+        if not to or self.keys is None:
+            return self.bus.publish(subject, encode(message))
+        keys = self._keys_of(to)
+        if not keys:
+            self.counters.add("rejected: no key to seal with")
+        sent = [self.bus.publish(subject, encode(message, key)) for key in keys]
+        return bool(sent) and all(sent)
+
+    def _keys_of(self, engine: str) -> list[bytes]:
+        assert self.keys is not None
+        member = self.membership.get(engine)
+        return self.keys.towards(engine, member.incarnation if member is not None else None)
 
     def check_size(self, subject: str, message: Message) -> None:
         """Raise PayloadTooLargeError if the server would not take ``message``."""
-        size = len(encode(message))
+        size = len(encode(message, bytes(1)))
         if size > self.bus.max_payload:
             raise PayloadTooLargeError(subject, size, self.bus.max_payload)
 
@@ -191,14 +230,19 @@ class Node:
         self._tasks.add(task)
         task.add_done_callback(self._reap)
 
-    async def request(self, subject: str, message: Message, timeout_s: float) -> Message:
-        """Ask on ``subject``.
+    def ask_who(self) -> None:
+        """Ask every engine for a heartbeat."""
+        self.publish(self.subjects.who(self.me), Who(self.me))
+
+    async def request(self, subject: str, message: Message, timeout_s: float, to: str = "") -> Message:
+        """Ask on ``subject``; ``to`` as in :meth:`publish`.
 
         Raises:
             BusUnavailableError: no answer.
             MessageError: the answer cannot be read.
         """
-        return decode(await self.bus.request(subject, encode(message), timeout_s))
+        key = self._keys_of(to)[-1:] if to and self.keys is not None else []
+        return decode(await self.bus.request(subject, encode(message, *key), timeout_s))
 
     async def __aenter__(self) -> Self:
         """Run in the current event loop instead of a thread."""
@@ -208,7 +252,7 @@ class Node:
             self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._hear)
         if roles:
             self.listen(self.subjects.bye("*"), Bye, self._hear)
-        self.listen(self.subjects.who, Who, lambda _: self._answer_who())
+        self.listen(self.subjects.who(), Who, lambda _: self._answer_who())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
@@ -277,13 +321,26 @@ class Node:
     def _say_goodbye(self) -> None:
         heartbeat = self._heartbeat(self._number + 1) if self._heartbeat is not None else None
         if heartbeat is not None:
-            self.publish(self.subjects.bye(heartbeat.engine), Bye(heartbeat.engine, heartbeat.incarnation))
+            bye = self.keys.bye() if self.keys is not None else Bye(heartbeat.engine, heartbeat.incarnation)
+            self.publish(self.subjects.bye(heartbeat.engine), bye)
 
     def _hear(self, message: Heartbeat | Bye) -> None:
-        self._tell(self.membership.hear(message, time.monotonic()))
-        if isinstance(message, Heartbeat):
-            for watcher in self._heartbeat_watchers:
-                watcher(message)
+        now = time.monotonic()
+        if isinstance(message, Bye):
+            self._tell(self.membership.hear(message, now))
+            return
+        if self.keys is not None and not self.keys.may_be(message, now):
+            self._complain(self.subjects.heartbeats(message.role, message.engine), "another public key than before")
+            return
+        changes = self.membership.hear(message, now)
+        if self.membership.get(message.engine) is not message:
+            self.counters.add("rejected: heartbeat of another")
+            return
+        if self.keys is not None:
+            self.keys.learn(message, now)
+        self._tell(changes)
+        for watcher in self._heartbeat_watchers:
+            watcher(message)
 
     def _on_disconnect(self, _: str, payload: bytes) -> None:
         lost = lost_engine(payload)
@@ -308,7 +365,7 @@ class Node:
             watcher(connected)
         if connected:
             if self.hears:
-                self.publish(self.subjects.who, Who(self.name))
+                self.ask_who()
             self.announce()
         self._arm()
 
@@ -342,12 +399,21 @@ class Node:
             logger.exception("kvbus: a timer of %s failed", self.name)
         self._arm()
 
-    def _decode(self, subject: str, payload: bytes) -> Message | None:
+    def _hear_message(self, subject: str, payload: bytes, *, sealed: bool) -> Message | None:
         try:
-            return decode(payload)
+            message = heard(subject, payload)
         except MessageError as error:
             self._complain(subject, str(error))
             return None
+        if sealed and message.SEALED and self.keys is not None and not self.keys.believes(message, payload):
+            if not self.keys.know(message.speaker):
+                self.counters.add("rejected: speaker not known yet")  # its heartbeat is on the way, or a lie
+                return None
+            self.counters.add("rejected: not sealed by its speaker")
+            if self._once.due(f"seal {subject}"):
+                logger.warning("kvbus: dropped %s on %s: %s did not seal it", message.KIND, subject, message.speaker[0])
+            return None
+        return message
 
     def _complain(self, subject: str, reason: str) -> None:
         self.counters.add("rejected_messages")

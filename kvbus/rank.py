@@ -30,7 +30,15 @@ from kvbus.matching import (
     WriteEnded,
     WriteJob,
 )
-from kvbus.messages import Message, TransferDone, TransferFailed, TransferStarted
+from kvbus.messages import (
+    Message,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
 from kvbus.metrics import Counters
 from kvbus.transport import Transport
 from kvbus.ttft import MarkName
@@ -77,7 +85,21 @@ class Greet:
     """A prefill engine has asked for this rank's metadata and is about to make contact."""
 
 
-Item = Event | AddPeer | Expect | Abandon | Greet | TransferStarted | TransferDone | TransferFailed
+@dataclass(frozen=True, slots=True)
+class Overheard:
+    """What the bus says that the scheduler half has said; the step plan says it surely, and in order."""
+
+    word: PrefillProgress | PrefillCompleted | PrefillFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """The step plan has said all that the scheduler half numbered up to here."""
+
+    number: int
+
+
+Item = Event | Overheard | Told | AddPeer | Expect | Abandon | Greet | TransferStarted | TransferDone | TransferFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +152,7 @@ class Rank:
         self._landing: dict[str, float] = {}
         self._traced: dict[str, tuple[Traced, int]] = {}
         self._greeting_until = 0.0
+        self._told = 0
         self._released: deque[str] = deque()
         self._arrived: deque[Arrived] = deque()
 
@@ -170,6 +193,13 @@ class Rank:
             case Abandon(request_id):
                 self._landing.pop(request_id, None)
                 self._note(self._arrivals.abandon(request_id))
+            case Overheard(word):
+                if word.number <= self._told:
+                    self._counters.add("rejected: known from the step plan")  # late, or said again by somebody
+                else:
+                    self._perform(self._matcher.apply(word, now))
+            case Told(number):
+                self._told = number
             case Greet():
                 self._greeting_until = now + GREETING_S
             case TransferStarted() | TransferDone():

@@ -88,7 +88,7 @@ class SinkScheduler:
                 subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
             )
             node.watch_heartbeats(self._hear_heartbeat)
-            node.listen(subjects.pulses("*"), Pulse, self._apply)
+            node.listen(subjects.pulses("*"), Pulse, self._hear_pulse)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
 
@@ -150,12 +150,14 @@ class SinkScheduler:
     def unwanted(self, cancel: Cancel, hint: str) -> None:
         """Tell the prefill side that a transfer which was never registered is not wanted."""
         subjects = self._node.subjects
-        self._node.publish(subjects.cancels(hint) if hint else subjects.cancels_pool, cancel)
+        me = self._own.engine
+        self._node.publish(subjects.cancels(hint, me) if hint else subjects.cancels_pool(me), cancel, to=hint)
 
     def want(self, wanted: Wanted, hint: str) -> None:
         """Ask the prefill side to keep what cannot be registered yet."""
         subjects = self._node.subjects
-        self._node.publish(subjects.registrations(hint) if hint else subjects.pool, wanted)
+        me = self._own.engine
+        self._node.publish(subjects.registrations(hint, me) if hint else subjects.pool(me), wanted, to=hint)
 
     def poll(self) -> list[Abandon]:
         """Receives that were given up since the last call."""
@@ -189,6 +191,14 @@ class SinkScheduler:
         for watcher in self._prefill_watchers:
             watcher(message)
 
+    def _hear_pulse(self, pulse: Pulse) -> None:
+        """Of an engine that is there: nobody else's is remembered, so lies do not pile up."""
+        peer = self._node.membership.get(pulse.source_engine)
+        if peer is None or peer.incarnation != pulse.source_incarnation or pulse.rank >= peer.tp_size:
+            self._node.counters.add("rejected: pulse of nobody")
+        else:
+            self._apply(pulse)
+
     def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
         if heartbeat.role.prefills:
             self._apply(heartbeat)
@@ -207,10 +217,10 @@ class SinkScheduler:
         for effect in effects:
             match effect:
                 case Publish(engine, message):
-                    self._node.publish(self._subject_of(message, engine), message)
+                    self._node.publish(self._subject_of(message, engine), message, to=engine)
                 case Echo(engine, echoes, epoch):
                     echo = LeaseEcho(self._own.engine, self._own.incarnation, echoes, epoch)
-                    self._node.publish(self._node.subjects.echoes(engine), echo)
+                    self._node.publish(self._node.subjects.echoes(engine, self._own.engine), echo, to=engine)
                 case Abandon(request_id, reason):
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)
@@ -224,22 +234,42 @@ class SinkScheduler:
         self._news.set()
 
     def _subject_of(self, message: Registration | Cancel | Delivered, engine: str) -> str:
-        subjects = self._node.subjects
+        subjects, me = self._node.subjects, self._own.engine
         if isinstance(message, Cancel):
-            return subjects.cancels(engine) if engine else subjects.cancels_pool
-        return subjects.registrations(engine) if engine else subjects.pool
+            return subjects.cancels(engine, me) if engine else subjects.cancels_pool(me)
+        return subjects.registrations(engine, me) if engine else subjects.pool(me)
 
 
-def serve_metadata(node: Node, engine: str, incarnation: int, payloads: dict[int, bytes]) -> None:
-    """Answer requests for the NIXL agent metadata of this engine's ranks. ``payloads`` may be filled later."""
+def serve_metadata(node: Node, own: Heartbeat, payloads: dict[int, bytes]) -> None:
+    """Answer requests for the NIXL agent metadata of this engine's ranks. ``payloads`` may be filled later.
+
+    Whoever has it can write into this engine's memory: it is for engines on the bus that fit, and encrypted for them.
+    """
+
+    def refuse(subject: str, why: str) -> MetadataReply | None:
+        rank = _rank_in(subject)
+        return None if rank is None else MetadataReply(own.engine, own.incarnation, rank, error=why)
 
     def answer(subject: str, request: MetadataRequest) -> MetadataReply | None:
-        rank = subject.rpartition(".")[2]
-        if not rank.isdigit() or request.incarnation not in (0, incarnation):
+        rank, peer = _rank_in(subject), node.membership.get(request.sender)
+        if rank is None or request.incarnation not in (0, own.incarnation):
             return None  # while an engine restarts there may be two of its name
-        payload = payloads.get(int(rank))
+        if peer is None or not peer.role.prefills or differences(own, peer):
+            return refuse(subject, f"{request.sender} is no prefill engine on the bus that fits")
+        payload = payloads.get(rank)
         if payload is None:
-            return MetadataReply(engine, incarnation, int(rank), error=f"rank {rank} is not ready, or does not exist")
-        return MetadataReply(engine, incarnation, int(rank), payload)
+            return refuse(subject, f"rank {rank} is not ready, or does not exist")
+        if node.keys is not None:
+            payload = node.keys.encrypt(payload, request.speaker)
+        return MetadataReply(own.engine, own.incarnation, rank, payload or b"")
 
-    node.serve(node.subjects.metadata(engine, "*"), MetadataRequest, answer)
+    def stranger(subject: str) -> MetadataReply | None:
+        node.ask_who()  # it may be an engine that has just come: known when it asks again
+        return refuse(subject, "whoever asks is not known")
+
+    node.serve(node.subjects.metadata(own.engine, "*"), MetadataRequest, answer, stranger)
+
+
+def _rank_in(subject: str) -> int | None:
+    rank = subject.split(".")[-2]
+    return int(rank) if rank.isascii() and rank.isdigit() and len(rank) <= 6 else None

@@ -5,6 +5,7 @@ Pure; times are seconds on a monotonic clock. Part of the state of :class:`kvbus
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 
 from kvbus.bounded import BoundedDict
@@ -28,11 +29,19 @@ class Sinks:
 
     Args:
         engine, incarnation, rank: this rank's identity.
+        number: of pulses; see :class:`kvbus.lease.SourceLease`.
     """
 
-    def __init__(self, engine: str, incarnation: int, rank: int, write_lease_s: float = WRITE_LEASE_S) -> None:
+    def __init__(
+        self,
+        engine: str,
+        incarnation: int,
+        rank: int,
+        write_lease_s: float = WRITE_LEASE_S,
+        number: Callable[[], int] | None = None,
+    ) -> None:
         self._me = (engine, incarnation, rank)
-        self._lease = SourceLease(write_lease_s)
+        self._lease = SourceLease(write_lease_s, number)
         self._joined: BoundedDict[str, SinkJoined] = BoundedDict(MAX_SINKS)
         self._refused: BoundedDict[str, SinkRefused] = BoundedDict(MAX_SINKS)
         self._epochs: BoundedDict[tuple[str, int], int] = BoundedDict(MAX_SINKS)

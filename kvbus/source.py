@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from kvbus.errors import BusUnavailableError, MessageError
-from kvbus.matching import PooledCancel, PooledRegistration, SinkLeft, SinkRefused
+from kvbus.matching import PooledCancel, PooledRegistration, Released, SinkLeft, SinkRefused
 from kvbus.membership import Change, PeerJoined, PeerLeft, differences
 from kvbus.messages import (
     Cancel,
@@ -27,15 +28,16 @@ from kvbus.messages import (
     Pulse,
     Registration,
     RegistrationAck,
+    Release,
     Role,
     TransferDone,
     TransferFailed,
     TransferStarted,
     Wanted,
-    Who,
 )
 from kvbus.node import Node
-from kvbus.rank import AddPeer, Greet, Item
+from kvbus.rank import AddPeer, Greet, Item, Overheard
+from kvbus.subjects import is_token
 
 logger = logging.getLogger(__name__)
 
@@ -71,28 +73,39 @@ class RankNode:
         subjects, me = node.subjects, own.engine
         if own.role is not Role.DECODE:
             node.listen(subjects.registrations(me), (Registration, Wanted, Delivered), submit)
-            node.listen(subjects.pool, (Registration, Wanted), self._submit_pooled)
             node.listen(subjects.cancels(me), Cancel, submit)
-            node.listen(subjects.cancels_pool, Cancel, lambda message: submit(PooledCancel(message)))
             node.listen(subjects.echoes(me), LeaseEcho, submit)
-            node.listen(subjects.prefill(me), (PrefillProgress, PrefillCompleted, PrefillFailed), submit)
+            words = (PrefillProgress, PrefillCompleted, PrefillFailed)
+            node.listen(subjects.prefill(me), words, lambda word: submit(Overheard(word)))
+            # Nobody has to prove that he says these: they let nothing be written, and cost a transfer at most.
+            node.listen(subjects.pool(), (Registration, Wanted), self._submit_pooled, sealed=False)
+            node.listen(subjects.cancels_pool(), Cancel, lambda cancel: submit(PooledCancel(cancel)), sealed=False)
+            node.listen(subjects.releases(me), Release, lambda word: submit(Released(word)))
         if own.role is not Role.PREFILL:
-            # Whoever asks for this rank's metadata is about to make contact.
-            node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()))
-            node.listen(subjects.transfers(me), (TransferStarted, TransferDone, TransferFailed), submit)
+            # Whoever asks for this rank's metadata is about to make contact. These only say when to look.
+            node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()), sealed=False)
+            news = (TransferStarted, TransferDone, TransferFailed)
+            node.listen(subjects.transfers(me), news, submit, sealed=False)
         node.watch_peers(self._on_peer)
 
     def _submit_pooled(self, message: Registration | Wanted) -> None:
-        self._submit(PooledRegistration(message) if isinstance(message, Registration) else message)
+        if isinstance(message, Registration):
+            self._submit(PooledRegistration(message))
+        else:
+            self._submit(replace(message, attempt=0))  # what anybody may have said is no word about attempts
 
     def publish(self, engine: str, message: Message) -> None:
         """Send what the rank says, to the decode engine ``engine`` or, if it is empty, to all. Any thread."""
-        subjects = self._node.subjects
+        subjects, me = self._node.subjects, self._own.engine
         if isinstance(message, Pulse):
-            self._node.publish(subjects.pulses(self._own.engine), message)
+            self._node.publish(subjects.pulses(me), message)
+            return
+        if not is_token(engine):
+            self._node.counters.add("rejected: no engine's id")  # of somebody who may say anything, in the pool
             return
         is_ack = isinstance(message, RegistrationAck | CancelAck | PrefillProgress | PrefillCompleted | PrefillFailed)
-        self._node.publish(subjects.acks(engine) if is_ack else subjects.transfers(engine), message)
+        subject = subjects.acks(engine, me) if is_ack else subjects.transfers(engine, me)
+        self._node.publish(subject, message, to=engine)
 
     def introduce(self, engine: str) -> None:
         """Find out about a decode engine that registered before it was known. Any thread."""
@@ -101,7 +114,7 @@ class RankNode:
     def _introduce(self, engine: str) -> None:
         peer = self._node.membership.get(engine)
         if peer is None:
-            self._node.publish(self._node.subjects.who, Who(self._node.name))
+            self._node.ask_who()
         else:
             self._meet(peer)
 
@@ -146,14 +159,16 @@ class RankNode:
             self._fetching.discard((peer.engine, peer.incarnation))
 
     async def _ask(self, peer: Heartbeat, rank: int) -> bytes | None:
-        subject = self._node.subjects.metadata(peer.engine, rank)
+        me = self._own
+        subject = self._node.subjects.metadata(peer.engine, rank, me.engine)
+        asked = MetadataRequest(me.engine, peer.incarnation, me.incarnation)
         try:
-            reply = await self._node.request(
-                subject, MetadataRequest(self._own.engine, peer.incarnation), METADATA_TIMEOUT_S
-            )
+            reply = await self._node.request(subject, asked, METADATA_TIMEOUT_S, to=peer.engine)
         except (BusUnavailableError, MessageError) as error:
             logger.debug("kvbus: metadata of %s rank %d: %s", peer.engine, rank, error)
             return None
         if not isinstance(reply, MetadataReply) or reply.incarnation != peer.incarnation or reply.rank != rank:
             return None
-        return reply.payload or None
+        if self._node.keys is None or not reply.payload:
+            return reply.payload or None
+        return self._node.keys.decrypt(reply.payload, (peer.engine, peer.incarnation))

@@ -25,9 +25,16 @@ def check_token(key: str, value: object) -> str:
     return value
 
 
+ANYBODY = "*"
+
+
 @dataclass(frozen=True, slots=True)
 class Subjects:
-    """Subjects of one namespace. An engine id of ``"*"`` gives the subject for all engines."""
+    """Subjects of one namespace. The last token of each is who speaks, so that the server can say who may.
+
+    ``by`` is the speaker: an engine's id, or a router's or tool's name; without it, the subject for what anybody says.
+    ``to`` is the engine that it is for, ``"*"`` for all of them.
+    """
 
     namespace: str
 
@@ -41,72 +48,84 @@ class Subjects:
     def everything(self) -> str:
         return self._of(">")
 
-    @property
-    def pool(self) -> str:
+    # A decode engine to a prefill engine
+
+    def registrations(self, to: str, by: str = ANYBODY) -> str:
+        return self._of(f"reg.{to}.{by}")
+
+    def cancels(self, to: str, by: str = ANYBODY) -> str:
+        return self._of(f"cancel.{to}.{by}")
+
+    def echoes(self, to: str, by: str = ANYBODY) -> str:
+        """Echoes of the pulses of the prefill engine ``to``."""
+        return self._of(f"echo.{to}.{by}")
+
+    # A decode engine to any prefill engine
+
+    def pool(self, by: str = ANYBODY) -> str:
         """Registrations whose prefill engine the decode engine does not know."""
-        return self._of("reg")
+        return self._of(f"pool.reg.{by}")
 
-    def registrations(self, engine: str) -> str:
-        return self._of(f"reg.{engine}")
-
-    def cancels(self, engine: str) -> str:
-        return self._of(f"cancel.{engine}")
-
-    @property
-    def cancels_pool(self) -> str:
+    def cancels_pool(self, by: str = ANYBODY) -> str:
         """Cancels of registrations that no prefill engine has acknowledged."""
-        return self._of("cancel")
+        return self._of(f"pool.cancel.{by}")
 
-    def acks(self, engine: str) -> str:
-        return self._of(f"ack.{engine}")
+    # A prefill engine to a decode engine
 
-    def transfers(self, engine: str) -> str:
-        """What becomes of the transfers into the decode engine ``engine``: started, done, failed."""
-        return self._of(f"done.{engine}")
+    def acks(self, to: str, by: str = ANYBODY) -> str:
+        return self._of(f"ack.{to}.{by}")
 
-    def prefill(self, engine: str) -> str:
-        """Progress, completion and failure of prefills in ``engine``, for its ranks and observers."""
-        return self._of(f"prefill.{engine}")
+    def transfers(self, to: str, by: str = ANYBODY) -> str:
+        """What becomes of the transfers into the decode engine ``to``: started, done, failed."""
+        return self._of(f"done.{to}.{by}")
 
-    def heartbeats(self, role: str, engine: str) -> str:
-        return self._of(f"hb.{role}.{engine}")
+    # An engine to whoever listens
+
+    def prefill(self, by: str) -> str:
+        """Progress, completion and failure of prefills in the engine ``by``, for its ranks and observers."""
+        return self._of(f"prefill.{by}")
 
     @staticmethod
     def heartbeats_anywhere() -> str:
         """Heartbeats of all engines in all namespaces."""
         return f"{_ROOT}.*.hb.*.*"
 
-    def pulses(self, engine: str) -> str:
-        """Pulses of the ranks of the prefill engine ``engine``."""
-        return self._of(f"pulse.{engine}")
+    def heartbeats(self, role: str, by: str) -> str:
+        return self._of(f"hb.{role}.{by}")
 
-    def echoes(self, engine: str) -> str:
-        """Echoes of the pulses of the prefill engine ``engine``."""
-        return self._of(f"echo.{engine}")
+    def pulses(self, by: str) -> str:
+        """Pulses of the ranks of the prefill engine ``by``."""
+        return self._of(f"pulse.{by}")
 
-    def rebind(self, engine: str) -> str:
-        """Request/reply: a router gives a transfer into the decode engine ``engine`` to another prefill engine."""
-        return self._of(f"rebind.{engine}")
-
-    def drain(self, engine: str) -> str:
-        """Request/reply: an operator drains the engine ``engine``."""
-        return self._of(f"drain.{engine}")
-
-    def marks(self, engine: str) -> str:
+    def marks(self, by: str) -> str:
         """What the engine's processes did for traced requests, and when."""
-        return self._of(f"mark.{engine}")
+        return self._of(f"mark.{by}")
 
-    def clock(self, engine: str) -> str:
+    def bye(self, by: str) -> str:
+        return self._of(f"bye.{by}")
+
+    def who(self, by: str = ANYBODY) -> str:
+        """Asks every engine for a heartbeat."""
+        return self._of(f"who.{by}")
+
+    # A router or a tool to an engine
+
+    def releases(self, to: str, by: str = ANYBODY) -> str:
+        """A router to the prefill engine ``to``: nobody takes this transfer."""
+        return self._of(f"release.{to}.{by}")
+
+    def rebind(self, to: str, by: str = ANYBODY) -> str:
+        """Request/reply: a router gives a transfer into the decode engine ``to`` to another prefill engine."""
+        return self._of(f"rebind.{to}.{by}")
+
+    def drain(self, to: str, by: str = ANYBODY) -> str:
+        """Request/reply: an operator drains the engine ``to``."""
+        return self._of(f"drain.{to}.{by}")
+
+    def clock(self, to: str, by: str = ANYBODY) -> str:
         """Request/reply: the engine's clock."""
-        return self._of(f"clock.{engine}")
+        return self._of(f"clock.{to}.{by}")
 
-    @property
-    def who(self) -> str:
-        return self._of("who")
-
-    def bye(self, engine: str) -> str:
-        return self._of(f"bye.{engine}")
-
-    def metadata(self, engine: str, rank: int | str) -> str:
+    def metadata(self, to: str, rank: int | str, by: str = ANYBODY) -> str:
         """Request/reply: the NIXL agent metadata of one rank."""
-        return self._of(f"meta.{engine}.{rank}")
+        return self._of(f"meta.{to}.{rank}.{by}")

@@ -28,7 +28,7 @@ from kvbus.subjects import check_token
 
 from . import nixl_plane, reason
 from .compat import check_version, check_vllm_config
-from .identity import heartbeat_of
+from .identity import engine_secret, heartbeat_of
 from .prometheus import BusPromMetrics, BusStats, Meter
 from .scheduler import SchedulerHalf
 from .step import StepPlan
@@ -81,7 +81,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role is KVConnectorRole.SCHEDULER:
             rules = nixl_plane.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
             bus = NatsBus(config.servers, connection_name(engine, own.incarnation))
-            self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid())
+            self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid(), engine_secret())
         else:
             device = nixl_plane.current_device()
             self._worker = WorkerHalf(
@@ -89,6 +89,7 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 own,
                 lambda: nixl_plane.NixlPlane(vllm_config, engine, kv_cache_config, device),
                 lambda name: NatsBus(config.servers, name),
+                engine_secret(),
             )
 
     @classmethod
@@ -143,11 +144,14 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return KVBusMetadata(self._scheduling.plan_step(scheduler_output.num_scheduled_tokens))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._scheduling.step_done(
-            connector_output.finished_recving or (),
-            connector_output.failed_recving or (),
-            connector_output.finished_sending or (),
+        reported = (
+            connector_output.finished_recving,
+            connector_output.failed_recving,
+            connector_output.finished_sending,
         )
+        received, failed, sent = (each if each is not None else set() for each in reported)
+        self._scheduling.admit(received, failed, sent)  # in place: vLLM looks at them next
+        self._scheduling.step_done(received, failed, sent)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any
 import psutil
 
 from kvbus.config import Config
+from kvbus.errors import ConfigError
 from kvbus.messages import Heartbeat, Pairs, Role, State
 
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
@@ -25,6 +28,8 @@ _PROMPT = re.compile(r"(cmpl-.+)-(\d+)", re.DOTALL)
 _INSTANCE = re.compile(r"(\d{1,18}|[1-8]\d{18})(?:_dp\d+)?", re.ASCII)
 
 
+SECRET = "KVBUS_ENGINE_SECRET"
+MIN_SECRET_CHARS = 32
 MAX_NAME_CHARS = 256
 MAX_REQUEST_ID_CHARS = 400
 
@@ -88,6 +93,21 @@ def traceparent_of(request: Any) -> str:
     return found if isinstance(found, str) and len(found) <= 128 else ""
 
 
+def engine_secret() -> bytes:
+    """What the processes of one engine share, and nobody else: see :mod:`kvbus.keys`.
+
+    The first of them, the API server, makes it up when vLLM loads its plugins; the others inherit its environment.
+    Where they do not (an engine over several hosts), it is set by hand, the same for all of them.
+
+    Raises:
+        ConfigError: it is so short that it can be guessed.
+    """
+    secret = os.environ.setdefault(SECRET, secrets.token_hex(32))
+    if len(secret) < MIN_SECRET_CHARS:
+        raise ConfigError(SECRET, f"{len(secret)} characters", f"at least {MIN_SECRET_CHARS} that nobody can guess")
+    return secret.encode()
+
+
 def role_of(kv_role: str) -> Role:
     return _ROLES[kv_role]
 
@@ -109,6 +129,7 @@ def compat_of(vllm_config: Any, vllm_version: str, config: Config) -> Pairs:
         ("vllm", vllm_version),
         ("write_lease_s", str(config.write_lease_s)),
         ("max_write_s", str(config.max_write_s)),
+        ("bus", "sealed"),  # an older kvbus has no keys, and believes nobody who has
     )
 
 

@@ -258,6 +258,11 @@ class Incoming:
         plan.traced = {each.request.request_id: each.traced for each in expected if each.traced is not None}
         plan.abandon, self._abandon = self._abandon, []
 
+    def awaits(self, request_id: str) -> bool:
+        """Whether vLLM waits for word of this receive."""
+        incoming = self._requests.get(request_id)
+        return incoming is not None and incoming.stage in (Stage.RECEIVING, Stage.GIVEN_UP)
+
     def reported(self, request_ids: Collection[str], failed: Collection[str]) -> None:
         """The workers have reported these receives as over; those in ``failed`` too are not here."""
         for request_id in request_ids:

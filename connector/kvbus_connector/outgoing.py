@@ -33,18 +33,23 @@ class _Prefill:
 
 
 class Outgoing:
-    """The table of these requests. What ends a prefill goes over the bus at once, and surely with the next step."""
+    """The table of these requests. What is said of them goes over the bus at once, and surely with the next step."""
 
     def __init__(self, own: Heartbeat, rules: BlockRules, node: Node, marking: Marking) -> None:
         self._own, self._rules, self._node, self._marking = own, rules, node, marking
         self._prefilling: dict[str, _Prefill] = {}
         self._held: set[str] = set()
-        self._ended: list[PrefillCompleted | PrefillFailed] = []
+        self._said: list[PrefillProgress | PrefillCompleted | PrefillFailed] = []
+        self._number = 0
 
     @property
     def held(self) -> int:
         """How many prefills are over whose KV is still needed."""
         return len(self._held)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether vLLM waits for word that the KV of this request is no longer needed."""
+        return request_id in self._held
 
     def released(self, request_ids: Collection[str]) -> None:
         """The workers no longer need the KV of these."""
@@ -69,7 +74,7 @@ class Outgoing:
         self._prefilling[request.request_id] = _Prefill(name, request, what)
         self._marking.mark(what, MarkName.PREFILL_ARRIVED)
         about = self._about(name, request.request_id)
-        self._publish(PrefillProgress(**about, computed=0, total=request.num_prompt_tokens))
+        self._say(PrefillProgress(**about, computed=0, total=request.num_prompt_tokens))
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], *, prefilled: bool
@@ -79,16 +84,16 @@ class Outgoing:
         name = name_transfer(request_id, params)
         prefill = self._prefilling.pop(request_id, None)
         if prefill is None and not fits(request_id):
-            self._end(PrefillFailed(**self._about(name, ""), reason="the request's id is too long"))
+            self._say(PrefillFailed(**self._about(name, ""), reason="the request's id is too long"))
             return False, None
         what = prefill.traced if prefill is not None else None
         runs = block_runs.to_runs(self._rules.clip(block_ids))
         if not prefilled or not block_runs.count(runs):
             reason = "aborted" if not prefilled else "no blocks"
-            self._end(PrefillFailed(**self._about(name, request_id), reason=reason))
+            self._say(PrefillFailed(**self._about(name, request_id), reason=reason))
             return False, None
         self._marking.mark(what, MarkName.PREFILL_DONE, note=str(request.num_computed_tokens))
-        self._end(
+        self._say(
             PrefillCompleted(
                 **self._about(name, request_id),
                 blocks=runs,
@@ -117,21 +122,23 @@ class Outgoing:
             computed = request.num_computed_tokens + scheduled_tokens[request_id]
             if computed <= request.num_prompt_tokens:
                 about = self._about(prefill.name, request_id)
-                self._publish(PrefillProgress(**about, computed=computed, total=request.num_prompt_tokens))
-        plan.prefills, self._ended = self._ended, []
+                self._say(PrefillProgress(**about, computed=computed, total=request.num_prompt_tokens))
+        plan.prefills, self._said = self._said, []
+        plan.told = self._number
 
-    def _end(self, message: PrefillCompleted | PrefillFailed) -> None:
-        self._ended.append(message)
-        self._publish(message)
-
-    def _publish(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+    def _say(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        self._said.append(message)
+        me = self._own.engine
         try:
-            self._node.publish(self._node.subjects.prefill(self._own.engine), message)
+            self._node.publish(self._node.subjects.prefill(me), message, to=me)
         except PayloadTooLargeError as error:
             logger.warning("%s; it takes the slower way, with the next step", error)
 
     def _about(self, name: TransferName, request_id: str) -> dict[str, Any]:
+        """What each word of a prefill says first; each has the next number."""
+        self._number += 1
         return {
+            "number": self._number,
             "transfer_id": name.transfer_id,
             "source_engine": self._own.engine,
             "source_incarnation": self._own.incarnation,

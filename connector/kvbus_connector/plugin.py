@@ -8,6 +8,7 @@ import signal
 import threading
 
 from . import reason
+from .identity import engine_secret
 
 CONNECTOR_NAME = "KVBusConnector"
 
@@ -20,6 +21,7 @@ def register() -> None:
     if os.environ.get("KVBUS_DUMP_ON_SIGUSR1") == "1" and threading.current_thread() is threading.main_thread():
         faulthandler.register(signal.SIGUSR1, all_threads=True)
     reason.arrange()
+    engine_secret()  # before vLLM starts the other processes of this engine
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:

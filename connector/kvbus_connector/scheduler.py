@@ -13,6 +13,7 @@ from typing import Any
 
 from kvbus.bus import Bus
 from kvbus.config import Config
+from kvbus.keys import Keys
 from kvbus.lease import SinkLease
 from kvbus.marks import Marker, serve_clock
 from kvbus.membership import Membership
@@ -23,6 +24,7 @@ from kvbus.registrar import Registrar
 from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
 
+from .door import Door
 from .identity import listening_address
 from .incoming import BlockRules, Incoming
 from .outgoing import Outgoing
@@ -41,9 +43,12 @@ class SchedulerHalf:
     Args:
         own: this engine's first heartbeat.
         pid: of this process; its ancestor serves HTTP.
+        secret: what all processes of this engine share; see :mod:`kvbus.keys`.
     """
 
-    def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int) -> None:
+    def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int, secret: bytes) -> None:
+        keys = Keys(secret, own.engine, own.incarnation)
+        own = keys.introduce(own)
         self._config, self._own, self._pid = config, own, pid
         self.node = Node(
             bus,
@@ -52,6 +57,8 @@ class SchedulerHalf:
             membership=Membership(dead_after_s=config.dead_after_s),
             heartbeat_interval_s=config.heartbeat_interval_s,
             hears=sources_of(own.role),
+            keys=keys,
+            speaker=own.engine,
         )
         self._payloads: dict[int, bytes] = {}
         self._address = config.http_address
@@ -60,6 +67,7 @@ class SchedulerHalf:
         self._requests = 0
         self._draining = False
         self._closed = threading.Event()
+        self._door = Door(self.node.counters)
         lease = SinkLease(config.write_lease_s, config.max_write_s)
         registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s)
         self._sink = SinkScheduler(self.node, registrar, own.engine, own)
@@ -71,7 +79,7 @@ class SchedulerHalf:
         self._outgoing = Outgoing(own, rules, self.node, marking)
         self._sink.serve_rebind(self._incoming.rebind)
         self.node.serve(self.node.subjects.drain(own.engine), DrainRequest, self._drain)
-        serve_metadata(self.node, own.engine, own.incarnation, self._payloads)
+        serve_metadata(self.node, own, self._payloads)
         serve_clock(self.node, own.engine)
         self.node.present(self._heartbeat)
         self.node.start()
@@ -129,7 +137,7 @@ class SchedulerHalf:
 
     def plan_step(self, scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """What the worker half must know in this step; ``scheduled_tokens`` of each request that runs in it."""
-        plan = StepPlan()
+        plan = StepPlan(public_key=self._own.public_key)
         self._incoming.plan(plan, scheduled_tokens)
         self._outgoing.plan(plan, scheduled_tokens)
         if not scheduled_tokens and not plan and self._incoming.waiting:
@@ -137,6 +145,12 @@ class SchedulerHalf:
             # takes, on two processes that other engines may need the cores of.
             self._sink.wait_for_news(IDLE_WAIT_S)
         return plan
+
+    def admit(self, received: set[str], failed: set[str], sent: set[str]) -> None:
+        """The last door before vLLM, which ends the engine for an id that it does not wait for: such are taken out."""
+        self._door.keep(received, self._incoming.awaits, "finished_recving")
+        self._door.keep(failed, self._incoming.awaits, "failed_recving")
+        self._door.keep(sent, self._outgoing.holds, "finished_sending")
 
     def step_done(self, received: Collection[str], failed: Collection[str], sent: Collection[str]) -> None:
         """The workers have reported these receives as over, some of them as failed, and no longer need ``sent``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbus.marks import Traced
-from kvbus.messages import PrefillCompleted, PrefillFailed
+from kvbus.messages import PrefillCompleted, PrefillFailed, PrefillProgress
 
 
 @dataclass(slots=True)
@@ -16,13 +16,22 @@ class StepPlan:
         expect: receives registered since the last step, with their attempt.
         traced: those of them that are.
         abandon: receives given up since the last step.
-        prefills: prefills that ended since the last step.
+        prefills: what was said of prefills since the last step, in order.
+        told: the number of the last word of prefills that was ever said.
+        public_key: of this engine; a rank with another one was started with another secret.
     """
 
     expect: dict[str, int] = field(default_factory=dict)
     traced: dict[str, Traced] = field(default_factory=dict)
     abandon: list[str] = field(default_factory=list)
-    prefills: list[PrefillCompleted | PrefillFailed] = field(default_factory=list)
+    prefills: list[PrefillProgress | PrefillCompleted | PrefillFailed] = field(default_factory=list)
+    told: int = 0
+    public_key: bytes = b""
+
+    @property
+    def completions(self) -> list[PrefillCompleted]:
+        """Those whose blocks the ranks will say that they no longer need."""
+        return [word for word in self.prefills if isinstance(word, PrefillCompleted)]
 
     def __bool__(self) -> bool:
         return bool(self.expect or self.abandon or self.prefills)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvbus.bus import Bus
 from kvbus.config import Config
+from kvbus.errors import ConfigError
+from kvbus.keys import Keys
 from kvbus.lease import term_s
 from kvbus.marks import Marker
 from kvbus.matcher import Matcher
@@ -21,17 +24,20 @@ from kvbus.membership import Membership
 from kvbus.messages import Heartbeat
 from kvbus.metrics import Counters
 from kvbus.node import Node
-from kvbus.rank import Abandon, Expect, Item, Rank, RankReport
+from kvbus.rank import Abandon, Expect, Item, Rank, RankReport, Told
 from kvbus.source import RankNode, sinks_of
 from kvbus.subjects import Subjects
 from kvbus.transport import Transport
 from kvbus.writer import Writer
 
+from .door import RankDoor
+from .identity import SECRET
 from .step import StepPlan
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
+PULSE_BITS = 62
 
 
 class Plane(Transport, Protocol):
@@ -51,6 +57,7 @@ class WorkerHalf:
     Args:
         make_plane: called on the writer thread, which owns the plane from then on.
         make_bus: given a name for the connection.
+        secret: what all processes of this engine share; see :mod:`kvbus.keys`.
     """
 
     def __init__(
@@ -59,9 +66,12 @@ class WorkerHalf:
         own: Heartbeat,
         make_plane: Callable[[], Plane],
         make_bus: Callable[[str], Bus],
+        secret: bytes,
     ) -> None:
-        self._config, self._own, self._make_bus = config, own, make_bus
+        self._keys = Keys(secret, own.engine, own.incarnation)
+        self._config, self._own, self._make_bus = config, self._keys.introduce(own), make_bus
         self.counters = Counters()
+        self._door = RankDoor(self.counters)
         self._writer = Writer("kvbus-writer", self.counters)
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
@@ -96,6 +106,8 @@ class WorkerHalf:
             name=name,
             membership=Membership(dead_after_s=self._config.dead_after_s),
             hears=sinks_of(own.role),
+            keys=self._keys,
+            speaker=own.engine,
         )
         ears = RankNode(node, own, plane.rank, self._submit_from_bus, plane.peer_ranks)
         matcher = Matcher(
@@ -105,6 +117,7 @@ class WorkerHalf:
             ranks=plane.ranks,
             block_lease_s=self._config.block_lease_s,
             write_lease_s=self._config.write_lease_s,
+            pulse_number=lambda: secrets.randbits(PULSE_BITS),
         )
         self._rank = Rank(
             matcher=matcher,
@@ -125,16 +138,21 @@ class WorkerHalf:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Pass on what the scheduler half said."""
+        self._door.hear(plan)
+        if plan.public_key != self._keys.public_key:
+            raise ConfigError(SECRET, "another one in this worker than in the scheduler", "one for the whole engine")
         for request_id, attempt in plan.expect.items():
             self._writer.submit(Expect(request_id, attempt, plan.traced.get(request_id)))
         for prefill in plan.prefills:
             self._writer.submit(prefill)
+        if plan.prefills:
+            self._writer.submit(Told(plan.told))
         for request_id in plan.abandon:
             self._writer.submit(Abandon(request_id))
 
     def results(self) -> RankReport:
         """What vLLM is to be told in this step."""
-        return self._rank.report() if self._rank is not None else RankReport()
+        return self._door.let_out(self._rank.report()) if self._rank is not None else RankReport()
 
     def close(self) -> None:
         """Tell whoever waits, let posted WRITEs end (bounded in time), then leave."""

@@ -84,7 +84,7 @@ async def drain(
         if not force and first.state is State.READY:
             await asyncio.sleep(LOOK_ROUND_S)
             _guard(node, first)
-        await _ask(node, first, DrainRequest("kvbus-drain"))
+        await _ask(node, first, DrainRequest(node.me))
         if force:
             await asyncio.sleep(LOOK_ROUND_S)
         say(str(_report(node, first)))
@@ -114,7 +114,7 @@ async def take_back(bus: Bus, subjects: Subjects, engine: str, say: Say) -> tupl
     node = Node(bus, subjects, name="kvbus-drain", membership=Membership())
     async with node:
         first = await _find(node, engine)
-        await _ask(node, first, DrainRequest("kvbus-drain", undo=True))
+        await _ask(node, first, DrainRequest(node.me, undo=True))
         until = time.monotonic() + TAKE_BACK_S
         while (beat := node.membership.get(engine)) is not None and beat.state is State.DRAINING:
             if time.monotonic() > until:
@@ -129,7 +129,7 @@ async def take_back(bus: Bus, subjects: Subjects, engine: str, say: Say) -> tupl
 async def _ask(node: Node, first: Heartbeat, request: DrainRequest) -> None:
     engine = first.engine
     try:
-        reply = await node.request(node.subjects.drain(engine), request, ASK_TIMEOUT_S)
+        reply = await node.request(node.subjects.drain(engine, node.me), request, ASK_TIMEOUT_S)
     except BusUnavailableError as error:
         raise DrainError(f"engine {engine} does not answer: {error}") from error
     if not isinstance(reply, DrainReply) or reply.incarnation != first.incarnation:

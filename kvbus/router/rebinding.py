@@ -18,7 +18,7 @@ _PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.25)
 async def ask_rebind(node: Node, transfer_id: str, ask: AskRebind, decode_leg_sent_at: float) -> str:
     """Why not, empty if it will. Asked again for a while if nobody answers, or if the decode leg is so new that it may
     be on its way into the engine's scheduler; one that is older and unknown has its first token."""
-    subject = node.subjects.rebind(ask.sink.engine)
+    subject = node.subjects.rebind(ask.sink.engine, node.me)
     rebind = Rebind(transfer_id, ask.attempt, ask.source.engine if ask.source else "")
     pauses, asked_at = iter(_PAUSES_S), time.monotonic()
     while True:

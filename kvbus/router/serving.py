@@ -17,7 +17,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from kvbus.errors import PayloadTooLargeError
-from kvbus.messages import Cancel, Heartbeat
+from kvbus.messages import Heartbeat, Release
 from kvbus.node import Node
 from kvbus.router import flying, upstream
 from kvbus.router.answers import BAD_GATEWAY, Answer, error, error_body
@@ -311,12 +311,12 @@ class Serving:
     def _release(self, release: flying.Release) -> None:
         """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its
         connector heard of the request. What the decode engine itself says of it is not disturbed."""
-        subject, sink = self._node.subjects.cancels(release.source.engine), release.sink
+        subject, sink = self._node.subjects.releases(release.source.engine, self._node.me), release.sink
         for each in transfers_of(self._job.body, self._job.transfer_id, self._job.dialect):
             reason = "decode did not serve the request"
-            cancel = Cancel(each, release.attempt, sink.engine, sink.incarnation, each, reason)
+            word = Release(each, release.attempt, self._node.me, sink.engine, sink.incarnation, reason)
             with contextlib.suppress(PayloadTooLargeError):
-                self._node.publish(subject, cancel)
+                self._node.publish(subject, word)
 
     def _note(self, took: flying.TookOver) -> None:
         self._meters.took_over(took.kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from kvbus.lease import SinkLease
@@ -21,7 +22,7 @@ from kvbus.messages import (
     Role,
     Wanted,
 )
-from kvbus.rank import Greet, Item
+from kvbus.rank import Greet, Item, Overheard
 from kvbus.registrar import (
     Abandon,
     Aborted,
@@ -50,8 +51,9 @@ class SimPrefill(Engine):
     def __init__(self, scene: Scene, bus: SimBus, own: Heartbeat) -> None:
         super().__init__(scene, bus, own)
         self.played: PlayedPrefill = PlayedPrefill(scene, own, self.submit, self._say)
-        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", f"echo.{own.engine}", f"prefill.{own.engine}"):
+        for area in (f"reg.{own.engine}", f"cancel.{own.engine}", f"echo.{own.engine}"):
             bus.subscribe(self.member, area, self._each_rank(lambda message: message))
+        bus.subscribe(self.member, f"prefill.{own.engine}", self._each_rank(Overheard))
         bus.subscribe(self.member, "reg", self._each_rank(_pooled))
         bus.subscribe(self.member, "cancel", self._each_rank(PooledCancel))
         self.start()
@@ -84,7 +86,7 @@ class SimPrefill(Engine):
 
 
 def _pooled(message: Registration | Wanted) -> Item:
-    return PooledRegistration(message) if isinstance(message, Registration) else message
+    return PooledRegistration(message) if isinstance(message, Registration) else replace(message, attempt=0)
 
 
 class SimDecode(Engine):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvbus.bus import Bus
+from kvbus.keys import Keys
 from kvbus.lease import SinkLease, term_s
 from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
@@ -89,6 +90,8 @@ class LiveEngine:
     """
 
     def __init__(self, scene: Scene, stage: LiveStage, own: Heartbeat, make_bus: Callable[[str], Bus]) -> None:
+        self._keys = Keys(b"sim", own.engine, own.incarnation)
+        own = self._keys.introduce(own)
         self.scene, self.own = scene, own
         self._stage = stage
         self._buses: list[FaultyBus] = []
@@ -105,7 +108,7 @@ class LiveEngine:
         self.node = self._make_node("scheduler", sources_of(own.role))
         self._sink = SinkScheduler(self.node, self._registrar, own.engine, own)
         metadata = scene.fabric.metadata_of(own.incarnation)
-        serve_metadata(self.node, own.engine, own.incarnation, dict.fromkeys(range(own.tp_size), metadata))
+        serve_metadata(self.node, own, dict.fromkeys(range(own.tp_size), metadata))
         self.node.present(lambda number: replace(own, number=number) if self.alive else None)
         self.played: PlayedPrefill | PlayedDecode
         if own.role is Role.PREFILL:
@@ -168,7 +171,16 @@ class LiveEngine:
             bus = faulty
         pace = self.scene.pace
         membership = Membership(dead_after_s=pace.dead_after_s)
-        return Node(bus, SUBJECTS, name=name, membership=membership, heartbeat_interval_s=pace.beat_s, hears=hears)
+        return Node(
+            bus,
+            SUBJECTS,
+            name=name,
+            membership=membership,
+            heartbeat_interval_s=pace.beat_s,
+            hears=hears,
+            keys=self._keys,
+            speaker=self.own.engine,
+        )
 
     def _make_rank(self, number: int) -> Rank:
         pace, own, driver = self.scene.pace, self.own, self._drivers[number]
@@ -208,7 +220,7 @@ class LiveEngine:
         self._drivers[rank].submit(item)
 
     def _say(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
-        self.node.publish(SUBJECTS.prefill(self.own.engine), message)
+        self.node.publish(SUBJECTS.prefill(self.own.engine), message, to=self.own.engine)
 
     def _report_of(self, rank: int) -> Callable[[RankReport], None]:
         def report(found: RankReport) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbus import blocks
 from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
-from kvbus.rank import Item
+from kvbus.rank import Item, Told
 from kvbus.sim.faults import Violation
 from kvbus.sim.plane import Arena
 from kvbus.sim.stage import Scene, Ticket
@@ -85,6 +85,7 @@ class PlayedPrefill(Played):
         self._queue: list[Ticket] = []
         self._computing: Ticket | None = None
         self._held: dict[str, list[int]] = {}
+        self._number = 0
         self._released: Counter[str] = Counter()
 
     def leftovers(self) -> dict[str, int]:
@@ -95,7 +96,8 @@ class PlayedPrefill(Played):
         if not self.alive:
             return
         self._queue.append(ticket)
-        self._say(PrefillProgress(**self._about(ticket), computed=0, total=ticket.prompt_blocks * TOKENS_PER_BLOCK))
+        total = ticket.prompt_blocks * TOKENS_PER_BLOCK
+        self._tell(PrefillProgress(**self._about(ticket), computed=0, total=total, number=self._next()))
         self.tick()
 
     def release(self, request_ids: Sequence[str]) -> None:
@@ -121,7 +123,7 @@ class PlayedPrefill(Played):
 
     def _finish(self, ticket: Ticket, taken: list[int]) -> None:
         self._computing = None
-        about = self._about(ticket)
+        about = {**self._about(ticket), "number": self._next()}
         word: PrefillCompleted | PrefillFailed
         if ticket.prefill_fails:
             self.arena.give_back(taken)
@@ -130,10 +132,18 @@ class PlayedPrefill(Played):
             self._held[about["request_id"]] = taken
             tokens = ticket.prompt_blocks * TOKENS_PER_BLOCK
             word = PrefillCompleted(**about, blocks=blocks.to_runs([taken]), tokens=tokens)
-        self._say(word)
-        self._tell_ranks(word)  # this way it cannot be lost
+        self._tell(word)
         ticket.watcher("prefilled")
         self.tick()
+
+    def _tell(self, word: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:
+        self._say(word)
+        self._tell_ranks(word)  # this way it cannot be lost
+        self._tell_ranks(Told(word.number))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
 
     def _about(self, ticket: Ticket) -> dict[str, Any]:
         return {

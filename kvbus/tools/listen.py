@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbus.bus import Bus
 from kvbus.errors import BusUnavailableError, MessageError
-from kvbus.messages import Who, decode, encode
+from kvbus.messages import Who, encode, heard
 from kvbus.subjects import Subjects
 from kvbus.tools.lines import Said, Undecodable
 
@@ -29,7 +29,7 @@ class Heard:
 
     def read(self) -> Said:
         try:
-            return decode(self.payload)
+            return heard(self.subject, self.payload)
         except MessageError as error:
             return Undecodable(error.reason, len(self.payload))
 
@@ -100,7 +100,7 @@ async def listening(
         if connected:
             there.set()
             if asks:
-                bus.publish(subjects.who, encode(Who(asks)))
+                bus.publish(subjects.who(asks), encode(Who(asks)))
 
     for pattern in patterns:
         await bus.subscribe(pattern, ear.hear)

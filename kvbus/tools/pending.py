@@ -20,6 +20,7 @@ from kvbus.messages import (
     PrefillProgress,
     Registration,
     RegistrationAck,
+    Release,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -126,7 +127,7 @@ class PendingTable:
                     self._close(key, held.attempt if held is not None else 0)
             case Cancel():
                 self._cancel(message)
-            case Delivered(key, attempt):
+            case Delivered(key, attempt) | Release(key, attempt):
                 self._close(key, attempt)
             case _:
                 pass

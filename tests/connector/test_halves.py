@@ -286,6 +286,7 @@ def test_a_restarted_decode_engine_is_met_anew(boot: Boot, broker: MemoryBroker)
     """C3."""
     prefill, decode = boot("P"), boot("D")
     eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
+    decode.die()
     again = restarted(decode)
     try:
         eventually_sync(lambda: again.knows(prefill))

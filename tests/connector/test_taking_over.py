@@ -21,7 +21,7 @@ def rebind(broker: MemoryBroker, sink: str, transfer_id: str, attempt: int, sour
     async def ask() -> str:
         async with MemoryBus(broker) as bus:
             asked = encode(Rebind(transfer_id, attempt, source))
-            reply = decode(await bus.request(f"kvbus.v1.default.rebind.{sink}", asked, 2.0))
+            reply = decode(await bus.request(f"kvbus.v1.default.rebind.{sink}.router", asked, 2.0))
             assert isinstance(reply, RebindReply)
             return reply.refused
 

@@ -36,6 +36,7 @@ LAYERS = [
         "transport",
         "memory_transport",
         "tracing",
+        "keys",
         "node",
         "marks",
         "rank",
@@ -58,6 +59,7 @@ SITES = {
     "opentelemetry": {"kvbus/tracing.py"},
     "matplotlib": {"kvbus/tools/pictures.py"},
     "msgpack": {"kvbus/messages.py"},
+    "cryptography": {"kvbus/keys.py"},
     "prometheus_client": {"kvbus/router/meters.py", "kvbus_connector/prometheus.py"},
     "vllm": {
         "kvbus_connector/connector.py",

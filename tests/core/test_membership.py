@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
+
+import pytest
 
 from kvbus.membership import Membership, PeerChanged, PeerJoined, PeerLeft, differences
 from kvbus.messages import Bye, Heartbeat, Role, State
@@ -69,6 +72,42 @@ def test_a_newer_incarnation_replaces_an_older_one_for_good() -> None:
     assert members.hear(Bye("P", 5), 1.2) == []
     assert members.get("P") == newer
     assert members.rejected == 2
+
+
+def test_a_newer_incarnation_does_not_unseat_one_that_speaks() -> None:
+    """One heartbeat that anybody may say would take an engine away from all others. A restarted one needs seconds."""
+    members = Membership(dead_after_s=3.0)
+    lie = replace(BEAT, incarnation=1 << 62)
+    for at in (0.0, 0.5, 1.0):
+        members.hear(BEAT, at)
+        assert members.hear(lie, at + 0.4) == []
+    assert members.get("P") == BEAT
+    assert members.hear(lie, 2.1) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(lie)], "it was silent"
+    assert members.hear(BEAT, 2.2) == []
+    members.tick(5.1)
+    assert members.hear(BEAT, 5.2) == [PeerJoined(BEAT)], "it gets its seat back"
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"role": Role.BOTH},
+        {"tp_size": 2},
+        {"compat": ()},
+        {"public_key": b"x" * 32},
+        {"farewell": b"x" * 32},
+        {"address": "10.0.0.9:80"},
+        {"data_parallel": True},
+    ],
+)
+def test_what_an_incarnation_is_does_not_change(lie: dict[str, Any]) -> None:
+    """S1: prompts would go to another address, or blocks to another shape of memory."""
+    members, there = Membership(), replace(BEAT, address="10.0.0.1:80")
+    members.hear(BEAT, 0.0)
+    assert members.hear(there, 0.1) == [PeerChanged(there)], "it did not serve HTTP yet"
+    assert members.hear(replace(there, **lie), 0.2) == []
+    assert members.get("P") == there
+    assert members.rejected == 1
 
 
 def test_peers_by_what_they_do() -> None:

@@ -59,8 +59,8 @@ def test_deadlines_moved_for_ever_do_not_grow() -> None:
 
 def test_subjects_hold_engines_and_no_requests() -> None:
     subjects = Subjects("ns")
-    assert subjects.registrations("p") == "kvbus.v1.ns.reg.p"
-    assert subjects.metadata("d", 1) == "kvbus.v1.ns.meta.d.1"
+    assert subjects.registrations("p", "d") == "kvbus.v1.ns.reg.p.d"
+    assert subjects.metadata("d", 1, "p") == "kvbus.v1.ns.meta.d.1.p"
     assert subjects.everything == "kvbus.v1.ns.>"
 
 

@@ -289,6 +289,6 @@ class TestLines:
         assert parse_kinds("") == frozenset()
         assert parse_kinds("drain?,meta,prefill_failed") == {"drain", "meta", "prefill_failed"}
         with pytest.raises(
-            ConfigError, match=r"--kind='registration'; allowed: ack, bye, .*, reg, started, wanted, who"
+            ConfigError, match=r"--kind='registration'; allowed: ack, bye, .*, reg, release, started, wanted, who"
         ):
             parse_kinds("reg,registration")

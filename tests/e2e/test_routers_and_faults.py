@@ -22,6 +22,7 @@ from support.ears import listening
 from support.engines import ARGUMENTS, assert_came_from_outside, complete, metrics, post, prompt, prompt_tokens, say
 from support.waiting import eventually
 
+from kvbus.keys import Keys
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.process import Child, free_port
 from kvbus.local.soak import idle_cpu_percent
@@ -231,15 +232,18 @@ async def test_a_failed_receive_under_policy_fail_is_an_error_and_never_an_empty
     await asyncio.to_thread(wait_until, lambda: engine.healthy, [engine.child], "booting for policy fail", say)
     async with listening(cluster.nats_url, "c7") as ears:
         own = await ears.first(Heartbeat)
+        keys = Keys(b"played", "P", 7)
+        keys.learn(own, 0.0)
 
         def refuse(_: str, message: Message) -> None:
             if isinstance(message, Registration):
                 about = (message.transfer_id, "P", 7, message.attempt, 0, 1, message.request_id)
-                ears.say(subjects.acks(message.sink_engine), encode(RegistrationAck(*about, refused="full")))
+                [key] = keys.towards(own.engine, own.incarnation)
+                ears.say(subjects.acks(own.engine, "P"), encode(RegistrationAck(*about, refused="full"), key))
 
         async def live() -> None:
             for number in itertools.count(1):
-                beat = replace(own, engine="P", incarnation=7, number=number, role=Role.PREFILL)
+                beat = keys.introduce(replace(own, engine="P", incarnation=7, number=number, role=Role.PREFILL))
                 ears.say(subjects.heartbeats("prefill", "P"), encode(beat))
                 await asyncio.sleep(0.3)
 

@@ -328,11 +328,12 @@ HUGE = (
 
 def every_subject(ears: Ears) -> list[str]:
     subjects = Subjects("default")
-    known = {subjects.pool, subjects.cancels_pool, subjects.who}
+    known = {subjects.pool(D), subjects.cancels_pool(D), subjects.who("x")}
     for engine in (P, D):
-        known |= {subjects.registrations(engine), subjects.cancels(engine), subjects.acks(engine)}
-        known |= {subjects.transfers(engine), subjects.prefill(engine), subjects.pulses(engine), subjects.bye(engine)}
-        known |= {subjects.metadata(engine, rank) for rank in (0, 1, "x")}
+        known |= {subjects.registrations(engine, D), subjects.cancels(engine, D), subjects.acks(engine, P)}
+        known |= {subjects.transfers(engine, P), subjects.echoes(engine, D), subjects.releases(engine, "router")}
+        known |= {subjects.prefill(engine), subjects.pulses(engine), subjects.bye(engine)}
+        known |= {subjects.metadata(engine, rank, P) for rank in (0, 1, "x")}
         known |= {subjects.heartbeats(role, engine) for role in ("prefill", "decode", "nonsense")}
     return sorted(known | ears.subjects)
 

@@ -36,7 +36,7 @@ NOT_SAMPLED = CLIENTS[:-1] + "0"
 
 def say(front: Front, engine: str, role: Role, transfer_id: str, marks: MarkList, host: str = "") -> None:
     message = Marks(transfer_id, engine, role, 0, host or host_clock(), marks)
-    front.broker.route(SUBJECTS.marks("P"), encode(message))
+    front.broker.route(SUBJECTS.marks(message.engine), encode(message))
 
 
 async def pushed(

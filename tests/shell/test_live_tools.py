@@ -52,9 +52,9 @@ COMPLETED = PrefillCompleted("u", "P", 5, "p1", (((0, 4),),), 96)
 DONE = TransferDone("w", "P", 5, 1, 0, 1, "d1", 3, 64 * MIB, "decode", 0.2, 0.001, 0.01)
 SPOKEN: list[tuple[str, Message]] = [
     (SUBJECTS.heartbeats("prefill", "P"), BEAT),
-    (SUBJECTS.registrations("P"), REGISTRATION),
+    (SUBJECTS.registrations("P", "D"), REGISTRATION),
     (SUBJECTS.prefill("P"), COMPLETED),
-    (SUBJECTS.transfers("D"), DONE),
+    (SUBJECTS.transfers("D", "P"), DONE),
 ]
 
 
@@ -70,7 +70,7 @@ def speak(broker: MemoryBroker) -> None:
 
 def heard_by(broker: MemoryBroker) -> bool:
     """Whether anybody listens."""
-    return broker.route(SUBJECTS.everything.replace(">", "done.nobody"), b"junk") > 0
+    return broker.route(SUBJECTS.everything.replace(">", "done.nobody.x"), b"junk") > 0
 
 
 class TestListening:
@@ -119,7 +119,7 @@ class TestLoops:
         await asyncio.wait_for(tap, 5)
         assert [said for _, said in shown[:3]] == [REGISTRATION, COMPLETED, DONE]
         assert shown[3] == ("kvbus.v1.default.new.thing", Undecodable("not a map but int", 1))
-        assert [subject for subject, _ in shown[:2]] == [SUBJECTS.registrations("P"), SUBJECTS.prefill("P")]
+        assert [subject for subject, _ in shown[:2]] == [SUBJECTS.registrations("P", "D"), SUBJECTS.prefill("P")]
 
     async def test_tap_says_what_came_too_fast(self, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("kvbus.tools.listen.MAX_HEARD", 2)
@@ -156,7 +156,7 @@ class TestLoops:
         got = seen[-1][0]
         assert (got.engines[0].engine, got.transfers, got.written_bytes) == ("P", 1, 64 * MIB)
         assert got.undecodable >= 1
-        asked = [decode(payload) for subject, payload in broker.log if subject == SUBJECTS.who]
+        asked = [decode(payload) for subject, payload in broker.log if subject == SUBJECTS.who("kvbus-top")]
         assert asked == [Who("kvbus-top")] * 2  # at the start, and when the bus was back
 
     async def test_pending_lists_what_has_not_ended(self, broker: MemoryBroker) -> None:
@@ -300,7 +300,9 @@ class TestCommands:
         with self.command("tap", *about, "--limit", "2", "--transfer", "t") as process:
             out, err = await self.spoken_to(nats_server, process, "tap")
             assert process.returncode == 0, err
-        assert [text.split()[1:5] for text in out.splitlines()] == [["reg.P", "reg", "transfer_id=t", "attempt=1"]] * 2
+        assert [text.split()[1:5] for text in out.splitlines()] == [
+            ["reg.P.D", "reg", "transfer_id=t", "attempt=1"]
+        ] * 2
         assert "blocks=3 blocks" in out
         assert f"listening to namespace tap at {nats_server.url}" in err
         with self.command("tap", *about, "--json", "--limit", "1", "--kind", "done") as process:

@@ -49,12 +49,12 @@ class TestNode:
     ) -> None:
         """H1."""
         got: list[Registration] = []
-        node.listen(SUBJECTS.pool, Registration, got.append)
+        node.listen(SUBJECTS.pool(), Registration, got.append)
         node.start()
         with caplog.at_level(logging.WARNING, "kvbus"):
             for payload in (b"", b"\xff\xff", b"\x93\x01\x02\x03", encode(BEAT)):
-                broker.route(SUBJECTS.pool, payload)
-            broker.route(SUBJECTS.pool, encode(REGISTRATION))
+                broker.route(SUBJECTS.pool("D"), payload)
+            broker.route(SUBJECTS.pool("D"), encode(REGISTRATION))
             eventually_sync(lambda: got == [REGISTRATION])
         assert node.counters["rejected_messages"] == 4
         assert len([record for record in caplog.records if "dropped a message" in record.message]) == 1
@@ -79,7 +79,7 @@ class TestNode:
         eventually_sync(beats)
         before = beats()
         for _ in range(50):
-            broker.route(SUBJECTS.who, encode(Who("x")))
+            broker.route(SUBJECTS.who("x"), encode(Who("x")))
         eventually_sync(lambda: beats() > before)
         assert beats() <= before + 10
         assert not any(isinstance(decode(payload), Who) and decode(payload) == Who("P") for _, payload in broker.log)
@@ -119,7 +119,7 @@ class TestNode:
         numbers = [message.number for message in heard() if isinstance(message, Heartbeat)]
         assert numbers == sorted(set(numbers))
         before = len(numbers)
-        broker.route(SUBJECTS.who, encode(Who("x")))
+        broker.route(SUBJECTS.who("x"), encode(Who("x")))
         eventually_sync(lambda: sum(isinstance(message, Heartbeat) for message in heard()) > before)
         node.close()
         assert heard()[-1] == Bye("P", 5)

@@ -14,7 +14,7 @@ from support.waiting import eventually
 
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Bye, Cancel, Heartbeat, Message, Role, State, decode, encode
+from kvbus.messages import Bye, Heartbeat, Message, Release, Role, State, decode, encode
 from kvbus.node import Node
 from kvbus.router.app import Router
 from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
@@ -164,11 +164,12 @@ async def test_what_decode_does_not_take_is_released_on_prefill(front: Front, ho
     """A2: though the prefill is done, and the decode engine's connector may never have heard of the request."""
     cancels: list[Message] = []
     async with MemoryBus(front.broker) as bus:
-        await bus.subscribe(Subjects("default").cancels("P"), lambda _, payload: cancels.append(decode(payload)))
+        await bus.subscribe(Subjects("default").releases("P"), lambda _, payload: cancels.append(decode(payload)))
         if how == "refused":
             front.decode.status = 422
         elif how == "unreachable":
             beat = Heartbeat("D", 1, 2, Role.DECODE, State.READY, 1, "m", "127.0.0.1:1")
+            front.broker.route(Subjects("default").bye("D"), encode(Bye("D", 1)))
             front.broker.route(Subjects("default").heartbeats("decode", "D"), encode(beat))
         else:
             front.decode.hold.clear()
@@ -179,18 +180,18 @@ async def test_what_decode_does_not_take_is_released_on_prefill(front: Front, ho
         await asyncio.gather(asking, return_exceptions=True)
         await eventually(lambda: len(cancels) == 2)
     named = cancels[0].transfer_id  # type: ignore[attr-defined]
-    assert [(each.transfer_id, each.sink_engine, each.release) for each in cancels if isinstance(each, Cancel)] == [
-        (named, "D", True),
-        (f"{named}#0.1", "D", True),
+    assert [(each.transfer_id, each.sink_engine, each.sender) for each in cancels if isinstance(each, Release)] == [
+        (named, "D", "router"),
+        (f"{named}#0.1", "D", "router"),
     ]
 
 
 async def test_what_decode_takes_is_not_released(front: Front) -> None:
     cancels: list[bytes] = []
     async with MemoryBus(front.broker) as bus:
-        await bus.subscribe(Subjects("default").cancels("*"), lambda _, payload: cancels.append(payload))
+        await bus.subscribe(Subjects("default").releases("*"), lambda _, payload: cancels.append(payload))
         assert (await front.client.post("/v1/completions", json={})).status == 200
-        front.broker.route(Subjects("default").cancels("P"), b"the last")
+        front.broker.route(Subjects("default").releases("P", "x"), b"the last")
         await eventually(lambda: cancels)
     assert cancels == [b"the last"]
 
@@ -208,6 +209,7 @@ async def test_a_client_that_goes_away_ends_both_legs(front: Front) -> None:
 async def test_a_prefill_engine_that_does_not_answer_leaves_it_to_decode(front: Front) -> None:
     """C1: killed between its heartbeat and the request, or in the middle of it."""
     beat = Heartbeat("P", 1, 2, Role.PREFILL, State.READY, 1, "m", "127.0.0.1:1")
+    front.broker.route(Subjects("default").bye("P"), encode(Bye("P", 1)))
     front.broker.route(Subjects("default").heartbeats("prefill", "P"), encode(beat))
     answer = await front.client.post("/v1/completions", json={})
     assert (answer.status, await answer.json()) == (200, {"ok": True})
@@ -227,6 +229,7 @@ async def test_without_a_prefill_engine_decode_gets_the_clients_request_as_it_is
 
 async def test_a_decode_engine_that_does_not_answer_is_a_bad_gateway(front: Front) -> None:
     beat = Heartbeat("D", 1, 2, Role.DECODE, State.READY, 1, "m", "127.0.0.1:1")
+    front.broker.route(Subjects("default").bye("D"), encode(Bye("D", 1)))
     front.broker.route(Subjects("default").heartbeats("decode", "D"), encode(beat))
     answer = await front.client.post("/v1/completions", json={})
     assert answer.status == 502

@@ -21,6 +21,8 @@ from kvbus.messages import Heartbeat, Role, State
 COMPAT = (("dtype", "bfloat16"), ("model", "m"))
 BLOCK = 32
 
+SECRET = b"of the engines in tests"
+
 
 class PlainRules:
     """Block rules of a model with full attention only."""
@@ -79,9 +81,9 @@ class FakeEngine:
         self.planes = [
             FakePlane(self.fabric, self.name, rank, self.ranks, self.num_blocks) for rank in range(self.ranks)
         ]
-        self.scheduler = SchedulerHalf(config, own, PlainRules(), MemoryBus(self.broker), os.getpid())
+        self.scheduler = SchedulerHalf(config, own, PlainRules(), MemoryBus(self.broker), os.getpid(), SECRET)
         self.workers = [
-            WorkerHalf(config, own, lambda plane=plane: plane, lambda _: MemoryBus(self.broker))  # type: ignore[misc]
+            WorkerHalf(config, own, lambda plane=plane: plane, lambda _: MemoryBus(self.broker), SECRET)  # type: ignore[misc]
             for plane in self.planes
         ]
         for worker in self.workers:
@@ -122,7 +124,10 @@ class FakeEngine:
                 self.received[arrived.request_id] = self.received.get(arrived.request_id, True) and arrived.ok
                 if self._reports[arrived.request_id] == self.ranks:
                     finished.append(arrived.request_id)
-        self.scheduler.step_done(finished, [each for each in finished if not self.received[each]], sent)
+        received, failed = set(finished), {each for each in finished if not self.received[each]}
+        self.scheduler.admit(received, failed, kept := set(sent))
+        assert (received, kept) == (set(finished), set(sent)), "a rank reported what vLLM does not wait for"
+        self.scheduler.step_done(received, failed, kept)
         if finished and self.decodes_at_once:
             self.start_decoding(*(self._arrived[each] for each in finished if self.received[each]))
         return plan

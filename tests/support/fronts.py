@@ -16,7 +16,7 @@ from kvbus.bus import Bus
 from kvbus.collector import SpanSink
 from kvbus.membership import Membership
 from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Bye, Cancel, Heartbeat, Rebind, RebindReply, Role, State, decode, encode
+from kvbus.messages import Bye, Heartbeat, Rebind, RebindReply, Release, Role, State, decode, encode
 from kvbus.node import Node
 from kvbus.router.app import Router
 from kvbus.router.settings import Settings
@@ -117,13 +117,17 @@ class FakeApi:
         return response
 
 
+def _fixed(heartbeat: Heartbeat) -> object:
+    return heartbeat.compat, heartbeat.address, heartbeat.data_parallel, heartbeat.data_parallel_rank
+
+
 class Front:
     """The client's side, and everybody's."""
 
     def __init__(self, broker: MemoryBroker, node: Node, client: TestClient[Any, Any]) -> None:
         self.broker, self.node, self.client = broker, node, client
         self.apis: dict[str, FakeApi] = {}
-        self.cancels: list[Cancel] = []
+        self.cancels: list[Release] = []
         self.rebinds: list[Rebind] = []
         self.refuse: dict[str, list[str]] = {}
         self._beats: dict[str, Heartbeat] = {}
@@ -136,6 +140,8 @@ class Front:
         role = Role.PREFILL if name[0] in "PQR" else Role.DECODE
         about = {"model": "m", "address": self.apis[like or name].address, "state": State.READY, **changes}
         heartbeat = Heartbeat(name, 1, number, role, tp_size=1, **about)
+        if name in self._beats and _fixed(self._beats[name]) != _fixed(heartbeat):
+            self.broker.route(SUBJECTS.bye(name), encode(Bye(name, 1)))  # what an engine is does not change
         self.broker.route(SUBJECTS.heartbeats(role, name), encode(heartbeat))
         self._beats[name] = heartbeat
 
@@ -176,10 +182,10 @@ class Front:
 
         def on_cancel(_: str, payload: bytes) -> None:
             heard = decode(payload)
-            assert isinstance(heard, Cancel)
+            assert isinstance(heard, Release)
             self.cancels.append(heard)
 
-        await bus.subscribe(SUBJECTS.cancels("*"), on_cancel)
+        await bus.subscribe(SUBJECTS.releases("*"), on_cancel)
         for name in self.apis:
             await bus.serve(SUBJECTS.rebind(name), on_rebind)
 
