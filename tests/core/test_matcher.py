@@ -17,6 +17,7 @@ from kvbus.matching import (
     PostWrite,
     Reject,
     ReleaseBlocks,
+    Released,
     Send,
     SinkJoined,
     SinkLeft,
@@ -35,6 +36,7 @@ from kvbus.messages import (
     Pulse,
     Registration,
     RegistrationAck,
+    Release,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -364,6 +366,50 @@ def test_cancel_of_something_unknown(matcher: Matcher) -> None:
 def test_a_pooled_cancel_of_something_unknown_is_not_ours_but_remembered(matcher: Matcher) -> None:
     assert matcher.apply(PooledCancel(CANCEL), 1.0) == [Reject("foreign cancel")]
     assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("late completion")]
+
+
+UNSERVED = Released(Release("t", 1, "router", "D", 7, "not served"))
+
+
+def test_a_routers_release_frees_what_nobody_took(matcher: Matcher) -> None:
+    assert matcher.apply(COMPLETED, 1.0) == []
+    assert matcher.apply(UNSERVED, 2.0) == [RELEASE]
+    assert matcher.apply(UNSERVED, 2.1) == []
+    assert matcher.apply(REGISTRATION, 3.0) == [refusal("cancelled")]
+
+
+def test_a_release_before_the_prefill_is_remembered(matcher: Matcher) -> None:
+    assert matcher.apply(UNSERVED, 1.0) == []
+    assert matcher.apply(COMPLETED, 2.0) == [RELEASE, Reject("late completion")]
+
+
+def test_a_release_that_is_a_lie_touches_no_write_and_tells_who_waits(matcher: Matcher) -> None:
+    """Any client of the bus may say it: it may cost a recompute, and no more."""
+    matcher.apply(REGISTRATION, 1.0)
+    assert matcher.apply(UNSERVED, 2.0) == [refusal("cancelled")]
+    other = replace(REGISTRATION, transfer_id="u")
+    matcher.apply(other, 3.0)
+    matcher.apply(replace(COMPLETED, transfer_id="u"), 3.0)
+    assert matcher.counts["writing"] == 1
+    lie = Released(replace(UNSERVED.word, transfer_id="u"))
+    assert matcher.apply(lie, 3.1) == [Reject("release of what is served")]
+    matcher.apply(WriteEnded("u", 1, 900), 4.0)
+    assert matcher.apply(lie, 4.1) == [RELEASE], "written already"
+
+
+def test_what_anybody_may_say_does_not_stand_against_a_bound_registration(matcher: Matcher) -> None:
+    matcher.apply(REGISTRATION, 1.0)
+    lie = replace(POOLED, attempt=9, sink_engine="E", request_id="x")
+    assert matcher.apply(PooledRegistration(lie), 1.1) == [Reject("bound already")]
+    assert matcher.apply(PooledCancel(replace(CANCEL, attempt=9)), 1.2) == [Reject("stale cancel")]
+    assert matcher.apply(COMPLETED, 2.0) == [POST, STARTED]
+
+
+def test_a_bound_registration_replaces_what_anybody_may_have_said(matcher: Matcher) -> None:
+    lie = replace(POOLED, attempt=9, sink_engine="E", request_id="x")
+    assert matcher.apply(PooledRegistration(lie), 1.0) == [Introduce("E")]
+    assert matcher.apply(REGISTRATION, 1.1) == [ACK]
+    assert matcher.apply(COMPLETED, 2.0) == [POST, STARTED]
 
 
 def test_a_higher_attempt_replaces_a_lower_one(matcher: Matcher) -> None:
