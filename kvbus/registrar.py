@@ -32,6 +32,7 @@ MAX_RESEND_S = 2.0
 # Nothing but the answer to it brings back word of a failure that was lost while the prefill engine lives on.
 HELD_RESEND_S = 5.0
 BUS_PATIENCE_S = 1.0
+UNCLAIMED_S = 6.0
 MAX_RECEIVED = 1 << 14
 
 
@@ -176,8 +177,9 @@ class Registrar:
 
     Args:
         lease: what this engine heard of prefill ranks and echoed.
-        patience_s: how long a registration waits for its prefill engine to know of the request, and later for a sign
-            of life from it, seconds.
+        unclaimed_s: how long a registration waits for a prefill engine to say that it has the request, seconds. A
+            request is announced when it arrives, however long it is queued then.
+        patience_s: how long it waits for a sign of life from a prefill engine that has the request, seconds.
         transfer_timeout_s: the longest any registration waits, seconds.
         cancel_timeout_s: how long a cancel waits for its acknowledgement before the lease decides, seconds.
     """
@@ -186,6 +188,7 @@ class Registrar:
         self,
         *,
         lease: SinkLease | None = None,
+        unclaimed_s: float = UNCLAIMED_S,
         patience_s: float = 60.0,
         transfer_timeout_s: float = 600.0,
         cancel_timeout_s: float = 2.0,
@@ -193,6 +196,7 @@ class Registrar:
         self._lease = lease or SinkLease()
         self._bus_up = True
         self._epoch = 0
+        self._unclaimed_s = min(unclaimed_s, patience_s)
         self._patience_s, self._transfer_timeout_s = patience_s, transfer_timeout_s
         self._cancel_timeout_s = cancel_timeout_s
         self._receives: dict[str, _Receive] = {}
@@ -281,7 +285,7 @@ class Registrar:
         receive = _Receive(
             registration,
             event.hint,
-            patience_until=now + self._patience_s,
+            patience_until=now + self._unclaimed_s,
             give_up_at=now + self._transfer_timeout_s,
         )
         self._receives[registration.request_id] = receive
@@ -305,7 +309,6 @@ class Registrar:
         self._bind(receive, event.source_engine)
         receive.incarnation, receive.ranks = event.source_incarnation, event.ranks
         receive.acknowledged.add(event.rank)
-        receive.patience_until = max(receive.patience_until, now + self._patience_s)
         effects: list[Effect] = []
         match event:
             case RegistrationAck(refused=reason) if reason:
@@ -313,6 +316,8 @@ class Registrar:
                 effects += self._cancel(receive, f"refused: {reason}", now)
             case RegistrationAck(claimed=claimed):
                 receive.claimed = receive.claimed or claimed
+            case TransferStarted():
+                receive.claimed = True
             case TransferFailed(reason=reason):
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, reason, now)
@@ -320,8 +325,8 @@ class Registrar:
                     effects.append(self._publish(receive, now))
             case TransferDone() | CancelAck():
                 receive.ended.add(event.rank)
-            case _:
-                pass
+        if receive.claimed:
+            receive.patience_until = max(receive.patience_until, now + self._patience_s)
         if receive.phase is Phase.REGISTERED and receive.sent_to != receive.incarnation:
             effects.append(self._publish(receive, now))  # to this very incarnation: only that lets it write
         if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:

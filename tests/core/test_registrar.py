@@ -24,6 +24,7 @@ from kvbus.messages import (
     TransferStarted,
 )
 from kvbus.registrar import (
+    UNCLAIMED_S,
     Abandon,
     Aborted,
     BusBack,
@@ -105,8 +106,9 @@ def test_word_of_a_failure_that_was_lost_is_asked_for_again() -> None:
 def test_what_is_held_but_never_seen_is_not_kept_alive_by_acknowledgements() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    assert registrar.next_deadline() == 60.1
-    assert registrar.tick(60.1) == [cancel("the prefill engine never saw the request")]
+    registrar.apply(RegistrationAck(**rank()), UNCLAIMED_S - 0.1)
+    assert registrar.next_deadline() == UNCLAIMED_S
+    assert registrar.tick(UNCLAIMED_S) == [cancel("the prefill engine never saw the request")]
 
 
 def test_a_pooled_registration_goes_to_whoever_claimed_it() -> None:
@@ -232,10 +234,29 @@ def test_a_request_that_was_claimed_before_it_was_registered_may_take_its_time()
 def test_a_living_prefill_engine_that_never_saw_the_request_is_not_waited_for() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
-    for second in range(1, 60):
+    for second in range(1, int(UNCLAIMED_S)):
         registrar.apply(BEAT, float(second))
         assert registrar.tick(float(second)) == []
-    assert registrar.tick(60.1) == [cancel("the prefill engine never saw the request")]
+    assert registrar.tick(UNCLAIMED_S) == [cancel("the prefill engine never saw the request")]
+
+
+def test_a_request_that_was_announced_may_be_queued_for_long() -> None:
+    """L5, P4: only what nobody announced is given up after seconds."""
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank(), claimed=True), UNCLAIMED_S - 1)
+    for second in range(int(UNCLAIMED_S), 50):
+        assert cancel("the prefill engine never saw the request") not in registrar.tick(float(second))
+
+
+def test_however_many_nobody_knows_they_are_given_up_together() -> None:
+    """P4."""
+    registrar = new()
+    for number in range(60):
+        registration = replace(REGISTRATION, transfer_id=f"u{number}", request_id=f"e{number}")
+        registrar.apply(Register(registration, "P"), 0.0)
+        registrar.apply(RegistrationAck(**{**rank(), "transfer_id": f"u{number}", "request_id": f"e{number}"}), 0.1)
+    given_up = [effect for effect in registrar.tick(UNCLAIMED_S) if isinstance(effect, Publish)]
+    assert len([each for each in given_up if isinstance(each.message, Cancel)]) == 61
 
 
 def test_nothing_waits_longer_than_the_transfer_timeout() -> None:

@@ -117,6 +117,26 @@ async def test_stale_and_invented_parameters_never_give_another_prompts_answer(
         assert tuple(answer["choices"][0]["token_ids"]) == expected[tuple(ids)], "the KV of another prompt"
 
 
+async def test_sixty_legs_that_nobody_announced_are_answered_in_seconds(cluster: Cluster, reference: str) -> None:
+    """P4: decode legs with invented ids, straight to the engine; a prefill engine is named, and lives."""
+    decode = cluster.engines["decode-0"].url
+    prompts = [prompt(200 + number, seed=300 + number) for number in range(60)]
+    expected = [(await complete(reference, ids)).tokens for ids in prompts]
+
+    async def invented(ids: list[int]) -> tuple[tuple[int, ...], float]:
+        started = time.monotonic()
+        params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "prefill_engine_id": "prefill-0"}
+        status, answer = await post(f"{decode}/v1/completions", body(ids, 12, params))
+        assert status == 200
+        return tuple(answer["choices"][0]["token_ids"]), time.monotonic() - started
+
+    answers = await asyncio.gather(*(invented(ids) for ids in prompts))
+    slowest = max(took_s for _, took_s in answers)
+    print(f"60 decode legs of unknown transfers: the slowest was answered after {slowest:.1f} s")
+    assert [tokens for tokens, _ in answers] == expected
+    assert slowest < 15
+
+
 async def test_vllms_own_metrics_show_the_bus(cluster: Cluster) -> None:
     """H2 among others: whatever is refused, given up or computed locally is counted where operators look."""
 
