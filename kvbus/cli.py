@@ -67,6 +67,9 @@ def router(
     max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
     max_wait_s: Annotated[float, seconds(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
+    max_bodies_mib: Annotated[
+        int, typer.Option(help="All requests that are being served, together; to others the router answers 503.")
+    ] = 512,
     body_timeout_s: Annotated[float, seconds(help="How long a client may take to send its request.")] = 60,
     first_token_s: Annotated[
         float, seconds(help="How long an engine may take for a stream's first token before another takes over.")
@@ -119,6 +122,7 @@ def router(
             max_wait_s=max_wait_s,
             body_timeout_s=body_timeout_s,
             max_body_mib=max_body_mib,
+            max_bodies_mib=max_bodies_mib,
             first_token_s=first_token_s,
             max_takeovers=max_takeovers,
             notice_s=notice_s,

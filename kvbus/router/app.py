@@ -45,7 +45,7 @@ from kvbus.router.meters import CONTENT_TYPE, Meters
 from kvbus.router.names import Names
 from kvbus.router.passing import Passing, respond
 from kvbus.router.readiness import Readiness, readiness_of
-from kvbus.router.reading import BadRequestError, read_body
+from kvbus.router.reading import BadRequestError, Reader
 from kvbus.router.routes import ROUTES, How, Route
 from kvbus.router.serving import Serving
 from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
@@ -79,6 +79,8 @@ class Router:
         self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
         self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
         self.in_flight = InFlight()
+        limits = self._settings
+        self._reader = Reader(limits.body_timeout_s, limits.max_body_mib, limits.max_bodies_mib)
         self._bus_changed_at = time.monotonic()
         node.watch_bus(self._on_bus)
         self._meters.watch_readiness(lambda: self.readiness().ready, lambda: len(self.readiness().lacking))
@@ -94,9 +96,7 @@ class Router:
         node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck, *PREFILL), self._on_ack)
 
     def app(self) -> web.Application:
-        app = web.Application(
-            client_max_size=self._settings.max_body_mib << 20, middlewares=[self.in_flight.watch, in_openais_form]
-        )
+        app = web.Application(middlewares=[self.in_flight.watch, self._reader.release, in_openais_form])
         app.on_response_prepare.append(self.in_flight.on_prepare)
         app.on_response_prepare.append(_echo_request_id)
         own = {"/ready": self._ready, "/metrics": self._metrics, "/load": self._load}
@@ -116,7 +116,9 @@ class Router:
 
     async def _life(self, app: web.Application) -> AsyncIterator[None]:
         async with self._node, upstream.open_session() as self._session, self._asker.asking(self._session):
-            self._passing = Passing(self._session, self._fleet, self._asker, self._loads, self._settings, self._chance)
+            self._passing = Passing(
+                self._session, self._fleet, self._asker, self._reader, self._loads, self._settings, self._chance
+            )
             yield
             if self._collector is not None:
                 await self._collector.settle()
@@ -196,7 +198,7 @@ class Router:
     async def _serve(self, route: Route, request: web.Request) -> web.StreamResponse:
         arrived_at = time.monotonic()
         try:
-            body = await self._read(request)
+            body = await self._reader.body(request)
             engines = await self._fleet.find(body.get("model"), request.headers)
             only = None
             if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
@@ -263,9 +265,6 @@ class Router:
         if trace is not None:
             trace.mark(MarkName.ARRIVED, at_s=arrived_at)
         return traceparent, trace
-
-    async def _read(self, request: web.Request) -> Body:
-        return await read_body(request, self._settings.body_timeout_s, self._settings.max_body_mib)
 
     def _note_alone(self, model: str | None) -> None:
         """Decode computes a prompt itself though nothing in the request asks for it."""

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvbus.router.bodies import Raw
+
 Body = dict[str, Any]
 
 
@@ -42,6 +44,8 @@ class Dialect:
         if self.prompt not in ("input", "token_ids"):
             return body
         prompt = body.get(self.prompt)
+        if isinstance(prompt, Raw):
+            return {**body, "messages" if prompt.begins == b"[{" else "prompt": prompt}
         turns = isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], dict)
         return {**body, "messages" if turns else "prompt": prompt}
 

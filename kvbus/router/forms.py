@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from kvbus.router.bodies import Content
 from kvbus.router.reading import parse
 
 MAX_PARTS = 64
@@ -11,7 +12,7 @@ MAX_PART_HEAD_BYTES = 1 << 12
 _MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
 
 
-def model_of(content: bytes, content_type: str) -> str | None:
+async def model_of(content: Content, content_type: str) -> str | None:
     """The model that a body names, in JSON or in a form; None if it names none.
 
     Raises:
@@ -21,10 +22,10 @@ def model_of(content: bytes, content_type: str) -> str | None:
     if kind.strip().lower() == "multipart/form-data":
         boundary = re.search(r'boundary="?([^";]{1,70})', parameters, re.IGNORECASE)
         return _in_form(content, b"--" + boundary[1].encode()) if boundary else None
-    return parse(content).get("model") if content else None
+    return (await parse(content)).get("model") if content else None
 
 
-def _in_form(content: bytes, delimiter: bytes) -> str | None:
+def _in_form(content: Content, delimiter: bytes) -> str | None:
     at = content.find(delimiter)
     for _ in range(MAX_PARTS):
         head_end = content.find(b"\r\n\r\n", at, at + MAX_PART_HEAD_BYTES)

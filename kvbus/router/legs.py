@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from kvbus.router.bodies import Raw
 from kvbus.router.dialects import CHAT, Body, Dialect
 
 MAX_TRANSFERS = 256
@@ -47,6 +48,8 @@ def transfers_of(body: Mapping[str, Any], transfer_id: str, dialect: Dialect = C
     samples, prompt = dialect.parameters_of(body).get("n"), body.get("prompt")
     several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
     prompts = len(prompt) if isinstance(prompt, list) and several else 1
+    if isinstance(prompt, Raw):
+        prompts = max(1, prompt.children)
     names = [
         f"{transfer_id}#{sample}.{number}" if sample or number else transfer_id
         for sample in range(samples if isinstance(samples, int) and 0 < samples <= MAX_TRANSFERS else 1)
@@ -93,6 +96,7 @@ def decode_leg(
     return {
         **body,
         "kv_transfer_params": {
+            **body.get("kv_transfer_params", {}),
             "do_remote_decode": False,
             "do_remote_prefill": True,
             "transfer_id": transfer_id,

@@ -20,6 +20,7 @@ from kvbus.messages import Heartbeat, State
 from kvbus.router import upstream
 from kvbus.router.answers import BAD_GATEWAY, INVALID, NOT_FOUND, UNAVAILABLE, Answer, error, error_body
 from kvbus.router.asking import Asker
+from kvbus.router.bodies import Content
 from kvbus.router.choose import choose_one, is_usable, key_of
 from kvbus.router.events import error_event
 from kvbus.router.fleet import RETRY_AFTER_S, Fleet
@@ -27,7 +28,7 @@ from kvbus.router.forms import model_of
 from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.loads import Loads
 from kvbus.router.models import merge_models, one_model
-from kvbus.router.reading import BadRequestError, parse, read_content
+from kvbus.router.reading import BadRequestError, Reader, parse
 from kvbus.router.routes import Route
 from kvbus.router.serving import DECODE_HEADER, UNBUFFERED
 from kvbus.router.session import CHARS_PER_TOKEN
@@ -46,11 +47,12 @@ class Passing:
         session: aiohttp.ClientSession,
         fleet: Fleet,
         asker: Asker,
+        reader: Reader,
         loads: Loads,
         settings: Settings,
         chance: Random,
     ) -> None:
-        self._session, self._fleet, self._asker = session, fleet, asker
+        self._session, self._fleet, self._asker, self._reader = session, fleet, asker, reader
         self._loads, self._settings, self._chance = loads, settings, chance
 
     async def to_one(self, route: Route, request: web.Request) -> web.StreamResponse:
@@ -59,8 +61,10 @@ class Passing:
         Raises:
             BadRequestError: there is none.
         """
-        content = await self._read(request)
-        engines = await self._fleet.find(model_of(content, request.headers.get("Content-Type", "")), request.headers)
+        content = await self._reader.content(request)
+        engines = await self._fleet.find(
+            await model_of(content, request.headers.get("Content-Type", "")), request.headers
+        )
         patience_s = self._settings.first_token_s if route.computes else ASIDE_S
         tokens = len(content) // CHARS_PER_TOKEN if route.computes else 0
         failed = self._fleet.nobody(None)
@@ -140,8 +144,8 @@ class Passing:
 
     async def to_every(self, route: Route, request: web.Request) -> web.StreamResponse:
         """To every engine of a model, prefill and decode: a LoRA adapter is of use where both have it."""
-        content = await self._read(request)
-        body = parse(content)
+        content = await self._reader.content(request)
+        body = await parse(content)
         engines = await self._of_adapter(route, body, request.headers)
         headers = _headers(request)
 
@@ -150,7 +154,7 @@ class Passing:
             try:
                 async with (
                     asyncio.timeout(self._settings.first_token_s),
-                    self._session.post(url, data=content, headers=headers) as answer,
+                    self._session.post(url, data=upstream.Pieces([content]), headers=headers) as answer,
                 ):
                     return await upstream.whole(answer)
             except upstream.LOST as failure:
@@ -179,7 +183,7 @@ class Passing:
         return respond(listing if name is None else one_model(listing, name))
 
     async def _relay(
-        self, request: web.Request, engine: Heartbeat, content: bytes, patience_s: float
+        self, request: web.Request, engine: Heartbeat, content: Content, patience_s: float
     ) -> web.StreamResponse:
         """Raises one of :data:`upstream.LOST` as long as the client has nothing."""
         url, headers = upstream.url_of(engine, request.path_qs), _headers(request)
@@ -187,7 +191,9 @@ class Passing:
         patience = asyncio.timeout(patience_s)
         async with (
             patience,
-            self._session.request(request.method, url, data=content or None, headers=headers) as answer,
+            self._session.request(
+                request.method, url, data=upstream.Pieces([content]) if content else None, headers=headers
+            ) as answer,
         ):
             if answer.content_type != "text/event-stream":
                 said = respond(await upstream.whole(answer))
@@ -226,9 +232,6 @@ class Passing:
         """Those that may keep responses, also when they are to leave."""
         decoding = [engine for engine in self._fleet.serving(model) if engine.role.decodes and engine.address]
         return _one_for_each_port([engine for engine in decoding if engine.state is not State.STARTING])
-
-    async def _read(self, request: web.Request) -> bytes:
-        return await read_content(request, self._settings.body_timeout_s, self._settings.max_body_mib)
 
 
 def respond(answer: Answer) -> web.Response:

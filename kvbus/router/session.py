@@ -7,9 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from kvbus.router.bodies import Raw
+
 SESSION_HEADER = "X-Session-Id"
 HEAD_CHARS = 512
 HEAD_TOKENS = 128
+HEAD_BYTES = 2048
 CHARS_PER_TOKEN = 4
 _NAMES = ("user", "prompt_cache_key")
 
@@ -23,6 +26,9 @@ def affinity_of(body: Mapping[str, Any], header: str | None) -> str:
     if name := _name(body, header):
         return name
     messages, prompt = body.get("messages"), body.get("prompt")
+    for long in (messages, prompt):
+        if isinstance(long, Raw):
+            return hashlib.blake2b(long.head[:HEAD_BYTES], digest_size=16).hexdigest()
     if isinstance(messages, list) and messages:
         first = next((at for at, each in enumerate(messages) if _role(each) == "user"), 0)
         head = json.dumps(messages[: first + 1])
@@ -45,6 +51,8 @@ def payer_of(body: Mapping[str, Any], headers: Mapping[str, str], remote: str | 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
     """About how many tokens the prompts of a request have; token ids are counted, characters are estimated."""
     prompt = body.get("prompt")
+    if isinstance(prompt, Raw) and prompt.begins[:1] == b"[" and not prompt.children:
+        return prompt.items
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
         return len(prompt)
     if isinstance(prompt, list):
@@ -53,7 +61,7 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 
 
 def _estimate(value: Any) -> int:
-    text = value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else value.raw if isinstance(value, Raw) else json.dumps(value)
     return 1 + len(text) // CHARS_PER_TOKEN
 
 

@@ -21,6 +21,7 @@ class Settings:
     max_wait_s: float = 30.0
     body_timeout_s: float = 60.0
     max_body_mib: int = 32
+    max_bodies_mib: int = 512
     first_token_s: float = 600.0
     max_takeovers: int = 3
     notice_s: float = 5.0

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import aiohttp
 from aiohttp import hdrs
+from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
 from kvbus.messages import Heartbeat
 from kvbus.router import headers as headers_of
 from kvbus.router.answers import Answer
+from kvbus.router.bodies import Content, pieces
 
 CONNECT_TIMEOUT_S = 5.0
+SEND_BYTES = 1 << 16
 # vLLM closes an idle connection after 5 s; a request on one that is just being closed would look like a dead engine.
 KEEP_ALIVE_S = 3.0
 # Of the engine, not of the request: another engine may do better.
@@ -113,11 +114,31 @@ def post_leg(
     session: aiohttp.ClientSession, engine: Heartbeat, path: str, leg: Any, headers: Mapping[str, str]
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
     """Post, and leave the reading to the caller. A large body goes out piece by piece, not in one go on the loop."""
-    content = io.BytesIO(json.dumps(leg).encode())
+    content = Pieces(pieces(leg))
     sent = CIMultiDict(headers)
     sent.update(rank_of(engine))
     sent["Content-Type"] = "application/json"
     return session.post(url_of(engine, path), data=content, headers=sent)
+
+
+class Pieces(aiohttp.Payload):
+    """A body in pieces, sent a little at a time, so that a large one neither is copied nor holds the loop."""
+
+    def __init__(self, parts: Sequence[Content | memoryview]) -> None:
+        super().__init__(parts, content_type="application/json")
+        self._parts, self._size = parts, sum(len(part) for part in parts)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._parts).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        small = [part for part in self._parts if len(part) <= SEND_BYTES]
+        if len(small) == len(self._parts) and self._size is not None and self._size <= SEND_BYTES:
+            await writer.write(b"".join(small))
+            return
+        for part in self._parts:
+            for at in range(0, len(part), SEND_BYTES):
+                await writer.write(part[at : at + SEND_BYTES])
 
 
 LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)

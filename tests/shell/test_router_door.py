@@ -30,7 +30,7 @@ BAD: list[tuple[str, str, bytes, int, str]] = [
     ("POST", COMPLETIONS, b"", 400, "the body is not JSON"),
     ("POST", COMPLETIONS, b"{", 400, "the body is not JSON"),
     ("POST", COMPLETIONS, b"\xff\xfe", 400, "the body is not JSON"),
-    ("POST", COMPLETIONS, DEEP, 400, "the body is not JSON: it is nested too deeply"),
+    ("POST", COMPLETIONS, DEEP, 400, "the body is not JSON: it does not begin with {"),
     ("POST", COMPLETIONS, b"[1]", 400, "the body is not a JSON object but list"),
     ("POST", COMPLETIONS, b'{"model": 7}', 400, "model: 7 is not allowed; allowed: the name of a model"),
     ("POST", CHAT, b'{"model": "gpt"}', 404, "the model 'gpt' does not exist; served: m"),

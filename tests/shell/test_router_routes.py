@@ -238,12 +238,12 @@ async def test_a_body_that_is_passed_is_not_changed_by_a_byte() -> None:
         (b"", None),
     ],
 )
-def test_the_model_in_a_form(head: bytes, model: str | None) -> None:
+async def test_the_model_in_a_form(head: bytes, model: str | None) -> None:
     content = b"--b\r\nX: y\r\n\r\nz\r\n--b\r\n" + head + b"\r\n\r\nm\r\n--b--\r\n"
-    assert model_of(content, 'multipart/form-data; boundary="b"') == model
+    assert await model_of(content, 'multipart/form-data; boundary="b"') == model
     for junk in (b"", b"--b", b"--b\r\n\r\n", b"--b\r\n" * 5000, content[:-20]):
-        assert model_of(junk, "multipart/form-data; boundary=b") is None
-    assert model_of(content, "multipart/form-data") is None
+        assert await model_of(junk, "multipart/form-data; boundary=b") is None
+    assert await model_of(content, "multipart/form-data") is None
 
 
 async def test_a_stream_that_is_passed_is_not_held_up() -> None:
