@@ -18,16 +18,14 @@ M = TypeVar("M", bound=Message)
 
 
 class Ears:
-    """``heard`` are (wall-clock seconds, subject, message), ``subjects`` all subjects that anybody spoke on."""
+    """``heard`` are (wall-clock seconds, subject, message)."""
 
     def __init__(self, bus: NatsBus) -> None:
         self._bus = bus
         self.heard: list[tuple[float, str, Message]] = []
-        self.subjects: set[str] = set()
         self.react: Callable[[str, Message], None] | None = None
 
     def hear(self, subject: str, payload: bytes) -> None:
-        self.subjects.add(subject)
         with contextlib.suppress(MessageError):
             message = decode(payload)
             self.heard.append((time.time(), subject, message))
