@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -32,7 +31,6 @@ _INSTANCE = re.compile(r"(\d{1,18}|[1-8]\d{18})(?:_dp\d+)?", re.ASCII)
 SECRET = "KVBUS_ENGINE_SECRET"
 MIN_SECRET_CHARS = 32
 MAX_NAME_CHARS = 256
-PROBE_TIMEOUT_S = 2.0
 MAX_REQUEST_ID_CHARS = 400
 
 
@@ -175,38 +173,23 @@ def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbe
     )
 
 
-def listening_addresses(pid: int, local_host: str) -> list[str]:
-    """``host:port`` of each socket on which the process that started ``pid`` listens; empty while there is none.
+def listening_address(pid: int, local_host: str) -> str:
+    """``host:port`` of the HTTP server that started the process ``pid``; empty while it does not listen.
 
     vLLM does not tell its scheduler which port the API server has, but that server is the scheduler's parent, and it
-    listens only when it is ready. For data parallel ranks the parent listens elsewhere too, as long as they start; so
-    see :func:`speaks_http`. Older ancestors are asked while they are vLLM's: any other one that listens is some
+    listens only when it is ready. Older ancestors are asked while they are vLLM's: any other one that listens is some
     supervisor. A wildcard address becomes ``local_host``.
     """
-    found: list[str] = []
     try:
         for number, process in enumerate(psutil.Process(pid).parents()):
             if number and not any("vllm" in word.lower() for word in process.cmdline()):
-                break
+                return ""
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN and connection.laddr:
                     host = str(connection.laddr.ip)
-                    host = local_host if host in ("0.0.0.0", "::") else host
-                    host = f"[{host}]" if ":" in host else host
-                    found.append(f"{host}:{connection.laddr.port}")
+                    wildcard = host in ("0.0.0.0", "::")
+                    host = local_host if wildcard else host
+                    return f"[{host}]:{connection.laddr.port}" if ":" in host else f"{host}:{connection.laddr.port}"
     except psutil.Error:
-        return found
-    return found
-
-
-def speaks_http(address: str) -> bool:
-    """Whether a web server is there, whatever it thinks of our question."""
-    connection = http.client.HTTPConnection(address, timeout=PROBE_TIMEOUT_S)
-    try:
-        connection.request("GET", "/health")
-        connection.getresponse()
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-    return True
+        return ""
+    return ""

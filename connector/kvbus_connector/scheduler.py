@@ -25,7 +25,7 @@ from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
 
 from .door import Door
-from .identity import listening_addresses, speaks_http
+from .identity import listening_address
 from .incoming import BlockRules, Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
@@ -200,6 +200,5 @@ class SchedulerHalf:
 
     def _find_address(self) -> None:
         while not self._address and not self._closed.wait(ADDRESS_RETRY_S):
-            found = listening_addresses(self._pid, self.node.bus.local_host or "127.0.0.1")
-            self._address = next(filter(speaks_http, found), "")
+            self._address = listening_address(self._pid, self.node.bus.local_host or "127.0.0.1")
         logger.info("kvbus: this engine serves HTTP at %s", self._address)

@@ -3,23 +3,19 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
-from kvbus_connector import identity
 from kvbus_connector.compat import VllmMismatchError, check_internals, check_version, check_vllm_config
 from kvbus_connector.identity import (
     TransferName,
     data_parallel_of,
     digest_of,
     incarnation_of,
-    listening_addresses,
+    listening_address,
     name_transfer,
-    speaks_http,
 )
 
 from kvbus.errors import ConfigError
@@ -130,29 +126,16 @@ def test_the_http_address_is_found_among_the_ancestors_sockets() -> None:
     child = psutil.Popen(["sleep", "60"])
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            assert listening_addresses(child.pid, "10.0.0.1") == [f"127.0.0.1:{server.getsockname()[1]}"]
+            assert listening_address(child.pid, "10.0.0.1") == f"127.0.0.1:{server.getsockname()[1]}"
         with socket.create_server(("0.0.0.0", 0)) as server:
-            assert listening_addresses(child.pid, "10.0.0.1") == [f"10.0.0.1:{server.getsockname()[1]}"]
+            assert listening_address(child.pid, "10.0.0.1") == f"10.0.0.1:{server.getsockname()[1]}"
         with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
-            assert listening_addresses(child.pid, "") == [f"[::1]:{server.getsockname()[1]}"]
+            assert listening_address(child.pid, "") == f"[::1]:{server.getsockname()[1]}"
     finally:
         child.kill()
         child.wait()
-    assert listening_addresses(child.pid, "") == []
+    assert listening_address(child.pid, "") == ""
     assert os.getpid()
-
-
-def test_a_socket_that_speaks_no_http_is_not_the_api_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R17: while data parallel ranks start, their parent listens for their handshake too."""
-    monkeypatch.setattr(identity, "PROBE_TIMEOUT_S", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = f"127.0.0.1:{silent.getsockname()[1]}"
-        assert not speaks_http(address)
-    assert not speaks_http(address), "nobody listens any more"
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        assert speaks_http(f"127.0.0.1:{server.server_port}"), "it refuses, but in HTTP"
-        server.shutdown()
 
 
 def test_a_supervisor_that_listens_is_not_the_engine() -> None:
@@ -161,7 +144,7 @@ def test_a_supervisor_that_listens_is_not_the_engine() -> None:
     try:
         grandchild = int(child.stdout.readline())
         with socket.create_server(("127.0.0.1", 0)):
-            assert listening_addresses(grandchild, "") == []
+            assert listening_address(grandchild, "") == ""
     finally:
         psutil.Process(grandchild).kill()
         child.wait()

@@ -58,7 +58,7 @@ SITES = {
     "nats": {"kvbus/bus.py"},
     "opentelemetry": {"kvbus/tracing.py"},
     "matplotlib": {"kvbus/tools/pictures.py"},
-    "msgpack": {"kvbus/messages.py"},
+    "msgpack": {"kvbus/messages.py", "kvbus/sim/forge.py"},
     "cryptography": {"kvbus/keys.py"},
     "prometheus_client": {"kvbus/router/meters.py", "kvbus_connector/prometheus.py"},
     "vllm": {
