@@ -6,7 +6,7 @@ STAMP := $(VENV)/.kvbus-setup
 
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help cluster setup demo test test-fast lint types format bench soak clean
+.PHONY: help cluster setup demo test test-fast matrix lint types format bench soak clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,6 +28,9 @@ test: setup ## the whole test suite, real engines included
 
 test-fast: setup ## all but the tests with real engines
 	$(BIN)/pytest -m "not e2e"
+
+matrix: setup ## every model family and engine option against one engine (about 25 minutes)
+	KVBUS_MATRIX=all $(BIN)/pytest -m matrix -s
 
 lint: setup ## ruff
 	$(BIN)/ruff check .

@@ -273,7 +273,8 @@ class Cluster:
         )
 
     def is_ready(self, name: str) -> bool:
-        """Whether this engine's running process says on the bus that it is ready."""
-        heartbeat = self.observer.engines.get(name)
-        port = self.engines[name].port
-        return heartbeat is not None and heartbeat.state is State.READY and heartbeat.address.endswith(f":{port}")
+        """Whether this engine's running process says on the bus that it is ready; of data parallel ranks: each that
+        has spoken. vLLM adds the rank to their engine ids."""
+        own = f":{self.engines[name].port}"
+        ranks = [each for each in list(self.observer.engines.values()) if each.address.endswith(own)]
+        return bool(ranks) and all(each.state is State.READY for each in ranks)

@@ -52,9 +52,11 @@ async def complete(url: str, prompt: Sequence[int], max_tokens: int = 12, **body
         return Completion(tuple(choice["token_ids"]), choice["text"], dict(answer.headers))
 
 
-async def complete_all(url: str, prompts: Sequence[Sequence[int]], max_tokens: int = 12) -> list[Completion]:
+async def complete_all(
+    url: str, prompts: Sequence[Sequence[int]], max_tokens: int = 12, **body: Any
+) -> list[Completion]:
     """All of them at once."""
-    return await asyncio.gather(*(complete(url, each, max_tokens) for each in prompts))
+    return await asyncio.gather(*(complete(url, each, max_tokens, **body) for each in prompts))
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,12 @@ async def metrics(url: str) -> str:
 
 
 async def prompt_tokens(url: str) -> PromptTokens:
-    """vLLM's own counters."""
+    """vLLM's own counters, of all data parallel ranks behind this address."""
     text = await metrics(url)
 
     def read(source: str) -> int:
-        found = re.search(rf'vllm:prompt_tokens_by_source_total{{[^}}]*source="{source}"[^}}]*}} ([0-9.e+]+)', text)
-        return int(float(found[1])) if found else 0
+        counter = rf'vllm:prompt_tokens_by_source_total{{[^}}]*source="{source}"[^}}]*}} ([0-9.e+]+)'
+        return sum(int(float(count)) for count in re.findall(counter, text))
 
     return PromptTokens(read("local_compute"), read("local_cache_hit"), read("external_kv_transfer"))
 
