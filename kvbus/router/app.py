@@ -76,7 +76,7 @@ class Router:
         engine_key: str = "",
     ) -> None:
         self._node, self._settings, self._chance = node, settings or Settings(), chance or Random()
-        self._loads, self._meters, self._once = Loads(), Meters(node.membership), OncePer()
+        self._loads, self._meters, self._once = Loads(time.monotonic), Meters(node.membership), OncePer()
         self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
         self.in_flight = InFlight()
         limits = self._settings
@@ -203,7 +203,7 @@ class Router:
             only = None
             if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
                 only = await self._passing.pinned(earlier, body.get("model"), request.headers)
-            async with self._gate(engines[0].model).enter(payer_of(body, request.headers, request.remote)):
+            async with self._gate(engines[0].model).enter(payer_of(request.headers, request.remote)):
                 return await self._fly(request, route.dialect or CHAT, body, only, arrived_at)
         except BadRequestError as refused:
             self._meters.refused(refused.answer.status)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from kvbus.messages import Heartbeat
+from kvbus.router.breaker import Breaker
 
 NO_BLOCKS_LEFT = 0.02
 
@@ -23,12 +24,16 @@ class _Sent:
 
 
 class Loads:
-    """The table of what is outstanding."""
+    """The table of what is outstanding, and of engines that failed.
 
-    def __init__(self) -> None:
+    Args:
+        clock: seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._clock, self._breaker = clock, Breaker()
         self._numbers = itertools.count()
         self._sent: dict[tuple[str, int], dict[int, _Sent]] = {}
-        self._suspects: dict[str, tuple[int, int]] = {}
 
     @contextlib.contextmanager
     def counted(self, engine: Heartbeat, tokens: int) -> Iterator[None]:
@@ -43,15 +48,19 @@ class Loads:
                 del self._sent[key]
 
     def suspect(self, engine: Heartbeat) -> None:
-        """It did not answer: until it is heard again, others are preferred."""
-        self._suspects[engine.engine] = (engine.incarnation, engine.number)
+        """It did not answer: others are preferred; see :mod:`kvbus.router.breaker`."""
+        self._breaker.fail(engine, self._clock())
+
+    def trust(self, engine: Heartbeat) -> None:
+        """It has answered."""
+        self._breaker.succeed(engine)
 
     def forget(self, engine: str) -> None:
-        """It is gone, and what it suffered from with it."""
-        self._suspects.pop(engine, None)
+        """It is gone."""
+        self._breaker.forget(engine)
 
     def is_suspect(self, engine: Heartbeat) -> bool:
-        return self._suspects.get(engine.engine, (0, 0)) >= (engine.incarnation, engine.number)
+        return self._breaker.is_open(engine, self._clock())
 
     def own(self, engine: Heartbeat) -> int:
         """Requests that this router has at the engine."""

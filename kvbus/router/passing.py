@@ -75,7 +75,12 @@ class Passing:
                 break
             try:
                 with self._loads.counted(engine, tokens):
-                    return await self._relay(request, engine, content, patience_s)
+                    said = await self._relay(request, engine, content, patience_s)
+                if upstream.engine_failed(said.status):
+                    self._loads.suspect(engine)
+                else:
+                    self._loads.trust(engine)
+                return said
             except upstream.LOST as failure:
                 self._loads.suspect(engine)
                 failed = _lost(engine, failure)

@@ -178,6 +178,7 @@ class Serving:
         elif answer.status >= 400:
             self._events.put_nowait(flying.SourceRefused(send.attempt, answer))
         else:
+            self._loads.trust(engine)
             self._events.put_nowait(flying.SourceAnswered(send.attempt))
 
     async def _decode(self, send: flying.SendDecode) -> None:
@@ -198,6 +199,8 @@ class Serving:
                         event = _meaning_of(self._whole, attempt)
                     if isinstance(event, flying.SinkLost):
                         self._loads.suspect(engine)
+                    else:
+                        self._loads.trust(engine)
                     self._events.put_nowait(event)
                     if self._stream is not None:
                         patience.reschedule(None)

@@ -43,9 +43,13 @@ def affinity_of(body: Mapping[str, Any], header: str | None) -> str:
     return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
 
 
-def payer_of(body: Mapping[str, Any], headers: Mapping[str, str], remote: str | None) -> str:
-    """Whose turn a request takes where requests wait: the client's session, else its key, else its address."""
-    return _name(body, headers.get(SESSION_HEADER)) or headers.get("Authorization") or remote or ""
+def payer_of(headers: Mapping[str, str], remote: str | None) -> str:
+    """Whose turn a request takes where requests wait: that of its key's holder, else of its address.
+
+    A session's name is the client's to choose, so a new one for each request must not buy a new turn.
+    """
+    key = headers.get("Authorization") or headers.get("x-api-key")
+    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).hexdigest() if key else remote or ""
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:

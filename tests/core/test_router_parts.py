@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvbus.messages import Heartbeat, Role, State
+from kvbus.router.breaker import FAILURES, FIRST_S, Breaker
 from kvbus.router.choose import Choice
 from kvbus.router.dialects import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
 from kvbus.router.events import Failure, Nothing, Token, error_event, look, whole_events
@@ -267,7 +268,52 @@ def test_what_belongs_together(one: Body, other: Body, same: bool) -> None:
 def test_junk_has_a_size_and_perhaps_a_session(body: Body) -> None:
     assert prompt_tokens(body) >= 0
     assert isinstance(affinity_of(body, None), str)
-    assert payer_of(body, {}, "1.2.3.4") == "1.2.3.4"
+
+
+def test_a_turn_is_bought_by_a_key_or_an_address_and_by_no_name() -> None:
+    """R12."""
+    one, other = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+    assert payer_of(one, "1.2.3.4") == payer_of({**one, "X-Session-Id": "fresh"}, "5.6.7.8")
+    assert payer_of(one, "1.2.3.4") != payer_of(other, "1.2.3.4")
+    assert payer_of({"x-api-key": "k"}, None) != payer_of({}, None) == ""
+    assert payer_of({"X-Session-Id": "fresh"}, "1.2.3.4") == "1.2.3.4"
+    assert "a" * 40 not in payer_of({"Authorization": "a" * 40}, None), "no key is kept"
+
+
+class TestBreaker:
+    """R20: an engine that lives and answers only errors."""
+
+    def test_heartbeats_alone_do_not_bring_it_back(self) -> None:
+        breaker = Breaker()
+        for number in range(FAILURES):
+            assert not breaker.is_open(replace(P, number=number + 2), 0.0)
+            breaker.fail(replace(P, number=number + 2), 0.0)
+        later = replace(P, number=99)
+        assert breaker.is_open(later, FIRST_S - 0.1)
+        assert not breaker.is_open(later, FIRST_S), "it is tried again"
+
+    def test_each_further_failure_doubles_the_time_and_an_answer_ends_it(self) -> None:
+        breaker, paused = Breaker(), []
+        for _ in range(FAILURES + 9):
+            breaker.fail(P, 100.0)
+            paused.append(
+                next(at for at in range(100, 200) if not breaker.is_open(replace(P, number=9), float(at))) - 100
+            )
+        assert paused == [0, 0, 1, 2, 4, 8, 16, 30, 30, 30, 30, 30]
+        breaker.succeed(P)
+        assert not breaker.is_open(P, 100.0)
+
+    def test_a_new_incarnation_begins_anew(self) -> None:
+        breaker = Breaker()
+        for _ in range(FAILURES):
+            breaker.fail(P, 0.0)
+        assert not breaker.is_open(replace(P, incarnation=P.incarnation + 1), 0.0)
+
+    def test_with_nobody_else_it_is_tried(self) -> None:
+        loads = Loads()
+        for _ in range(FAILURES):
+            loads.suspect(P)
+        assert choice(P, D, loads=loads).source(None) == P
 
 
 def test_the_size_of_prompts() -> None:
