@@ -67,6 +67,9 @@ def router(
     max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
     max_wait_s: Annotated[float, seconds(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
+    access_log: Annotated[
+        str, typer.Option(help="off, text or json: a line on stdout for each request that has ended.")
+    ] = "off",
     max_bodies_mib: Annotated[
         int, typer.Option(help="All requests that are being served, together; to others the router answers 503.")
     ] = 512,
@@ -123,6 +126,7 @@ def router(
             body_timeout_s=body_timeout_s,
             max_body_mib=max_body_mib,
             max_bodies_mib=max_bodies_mib,
+            access_log=access_log,
             first_token_s=first_token_s,
             max_takeovers=max_takeovers,
             notice_s=notice_s,

@@ -28,6 +28,7 @@ from kvbus.messages import (
 from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.router import upstream
+from kvbus.router.access import Access
 from kvbus.router.answers import NOT_FOUND, error
 from kvbus.router.asking import Asker
 from kvbus.router.choose import Choice, key_of
@@ -80,6 +81,8 @@ class Router:
         self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
         self.in_flight = InFlight()
         limits = self._settings
+        self._access = Access(limits.access_log, self._meters.http)
+        self._meters.watch_bus(lambda: self._node.bus.connected)
         self._reader = Reader(limits.body_timeout_s, limits.max_body_mib, limits.max_bodies_mib)
         self._bus_changed_at = time.monotonic()
         node.watch_bus(self._on_bus)
@@ -96,7 +99,9 @@ class Router:
         node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck, *PREFILL), self._on_ack)
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[self.in_flight.watch, self._reader.release, in_openais_form])
+        app = web.Application(
+            middlewares=[self._access.watch, self.in_flight.watch, self._reader.release, in_openais_form]
+        )
         app.on_response_prepare.append(self.in_flight.on_prepare)
         app.on_response_prepare.append(_echo_request_id)
         own = {"/ready": self._ready, "/metrics": self._metrics, "/load": self._load}

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvbus import __version__
 from kvbus.membership import Membership
 from kvbus.ttft import Outcome, Path
 
@@ -16,6 +25,7 @@ TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
 REFUSALS = ("limit", "descriptors", "slow", "malformed")
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -43,9 +53,15 @@ class Meters:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "kvbus_router_requests",
-            "Requests by what became of them: ok, client_error, server_error, overloaded, client_left, broken (the "
-            "engine was lost in the middle of a stream that had begun well, and was counted as ok).",
+            "Requests to engines by what became of them in the end: ok, client_error, server_error, overloaded, "
+            "client_left, broken (the engine was lost in the middle of a stream).",
             ["outcome"],
+            registry=self.registry,
+        )
+        self._http = Counter(
+            "kvbus_router_http_requests",
+            "All requests, once each when they have ended, by route, method and status; 499: the client left.",
+            ["route", "method", "code"],
             registry=self.registry,
         )
         self._ttft = Histogram(
@@ -104,6 +120,11 @@ class Meters:
             "How many things are missing of those that /ready names: engines of a model, the bus.",
             registry=self.registry,
         )
+        self._bus = Gauge("kvbus_router_bus_connected", "1 while the NATS server answers.", registry=self.registry)
+        build = Gauge("kvbus_router_build_info", "Always 1.", ["version"], registry=self.registry)
+        build.labels(__version__).set(1)
+        ProcessCollector(registry=self.registry)
+        PlatformCollector(registry=self.registry)
         self._connections = Gauge("kvbus_router_connections", "Clients' connections.", registry=self.registry)
         self.registry.register(_Engines(membership))
 
@@ -117,6 +138,10 @@ class Meters:
         self._ready.set_function(ready)
         self._lacking.set_function(lacking)
 
+    def watch_bus(self, connected: Callable[[], float]) -> None:
+        """Likewise."""
+        self._bus.set_function(connected)
+
     def watch_connections(self, connections: Callable[[], float]) -> None:
         """Likewise."""
         self._connections.set_function(connections)
@@ -125,11 +150,19 @@ class Meters:
         """A client's connection is closed without an answer to what it asked; ``why`` is one of few words."""
         self._connections_refused.labels(why).inc()
 
-    def answered(self, status: int, after_s: float, *, stream: bool) -> None:
-        """The first byte of an answer goes to the client."""
+    def http(self, route: str, method: str, code: int) -> None:
+        """A request has ended."""
+        self._http.labels(route, method if method in METHODS else "other", str(code)).inc()
+
+    def began(self, after_s: float) -> None:
+        """The first token of a stream goes to the client."""
+        self._ttft.observe(after_s)
+
+    def answered(self, status: int, after_s: float | None = None) -> None:
+        """An answer has gone to the client, whole after so long, or as a stream."""
         self._requests.labels(_outcome(status)).inc()
-        if status < 400:
-            (self._ttft if stream else self._whole).observe(after_s)
+        if status < 400 and after_s is not None:
+            self._whole.observe(after_s)
 
     def refused(self, status: int) -> None:
         """The router answers itself."""

@@ -253,7 +253,7 @@ class Serving:
         self._ended = str(answer.status)
         if answer.status < 400:
             self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
-        self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at, stream=False)
+        self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
         return web.Response(status=answer.status, body=answer.body, headers=self._marked(answer.headers))
 
     async def _pass_on(self, request: web.Request, stream: Stream) -> web.StreamResponse:
@@ -261,7 +261,7 @@ class Serving:
         for name, value in UNBUFFERED.items():
             headers.setdefault(name, value)
         response = web.StreamResponse(status=status, headers=headers)
-        self._meters.answered(status, time.monotonic() - self._job.arrived_at, stream=True)
+        self._meters.began(time.monotonic() - self._job.arrived_at)
         begun = False
         await response.prepare(request)
         try:
@@ -275,6 +275,7 @@ class Serving:
             await response.write(self._broken(broken.why))
         else:
             self._ended = str(status)
+            self._meters.answered(status)
         await response.write_eof()
         return response
 

@@ -213,12 +213,13 @@ async def test_more_than_may_wait_are_turned_away_and_who_waits_too_long() -> No
 async def test_who_sends_much_does_not_hold_up_who_sends_little() -> None:
     async with fronted("P", "D", settings=Settings(max_in_flight=1)) as front:
         front["D"].hold.clear()
-        first = front.ask(user="a")
+        a, b = {"Authorization": "a"}, {"Authorization": "b"}
+        first = front.ask(headers=a)
         await eventually(lambda: front["D"].requests)
-        many, one = await crowd(front, 3, user="a"), await crowd(front, 1, user="b")
+        many, one = await crowd(front, 3, headers=a, user="fresh"), await crowd(front, 1, headers=b)
         front["D"].hold.set()
         await asyncio.gather(first, *many, *one)
-        assert [body["user"] for _, body, _ in front["D"].requests] == ["a", "a", "b", "a", "a"]
+        assert [headers["authorization"] for _, _, headers in front["D"].requests] == ["a", "a", "b", "a", "a"]
 
 
 async def test_a_client_that_leaves_the_queue_leaves_its_place() -> None:
