@@ -228,6 +228,7 @@ class Rank:
                 self._to_meet.discard(engine)
                 self._overdue.discard(engine)
                 self._introduce(engine)
+        self._forget_landing(now)
         if self._arrivals or self._landing or now < self._greeting_until:
             for text in self._transport.notifications():
                 self._land(text)
@@ -235,6 +236,14 @@ class Rank:
 
     def close(self) -> None:
         self._transport.close()
+
+    def _forget_landing(self, now: float) -> None:
+        """Word of a WRITE can come after the WRITE itself, or be a lie: it counts for as long as a WRITE can run."""
+        while self._landing:
+            oldest = next(iter(self._landing))
+            if now - self._landing[oldest] <= self._max_write_s:
+                return
+            del self._landing[oldest]
 
     def _drop_overdue(self, now: float) -> None:
         """Rule F3: no WRITE runs longer than ``max_write_s``; the peer is disconnected instead, and met anew."""

@@ -200,7 +200,9 @@ async def settled(read: Callable[[], object], for_s: float = 1.5) -> None:
 async def test_idle_engines_idle_and_nothing_listens_for_a_side_channel(cluster: Cluster) -> None:
     """S3. The NATS URL is the only address that the engines were given."""
     await asyncio.sleep(10)
-    assert await asyncio.to_thread(idle_cpu_percent, cluster, 10.0) < 10
+    used = await asyncio.to_thread(idle_cpu_percent, cluster, 10.0)
+    print(f"idle engines: {used:.1f} % of a core")
+    assert used < 10
     for engine in cluster.engines.values():
         root = psutil.Process(engine.child.pid)
         listening = {

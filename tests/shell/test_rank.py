@@ -10,7 +10,16 @@ import pytest
 from kvbus.marks import NoMarks
 from kvbus.matcher import Matcher
 from kvbus.memory_transport import Fabric, MemoryTransport
-from kvbus.messages import LeaseEcho, Message, PrefillCompleted, Pulse, Registration, TransferFailed
+from kvbus.messages import (
+    LeaseEcho,
+    Message,
+    PrefillCompleted,
+    Pulse,
+    Registration,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
+)
 from kvbus.metrics import Counters, durations
 from kvbus.rank import AddPeer, Greet, Rank
 
@@ -121,4 +130,27 @@ def test_both_sides_of_a_first_contact_poll_for_a_while(meeting: str) -> None:
     assert (wait_s := rank.poll()) is not None
     assert wait_s <= 0.01
     clock[0] += 10
+    assert rank.poll() is None
+
+
+@pytest.mark.parametrize("word", [TransferStarted, TransferDone])
+def test_word_of_a_write_that_nobody_waits_for_keeps_no_rank_awake(word: type[TransferStarted | TransferDone]) -> None:
+    """S3: it can come after the WRITE itself, and anybody can say it."""
+    clock = [100.0]
+    rank = Rank(
+        matcher=Matcher(engine="D", incarnation=5, rank=0, ranks=1),
+        transport=MemoryTransport(Fabric(), "D"),
+        rank=0,
+        ranks=1,
+        publish=lambda _, message: None,
+        introduce=lambda _: None,
+        clock=lambda: clock[0],
+        counters=Counters(),
+        marking=NoMarks(),
+    )
+    for number in range(100):
+        rank.handle(word("t", "P", 7, 1, 0, 1, f"d{number}"))
+    assert (wait_s := rank.poll()) is not None
+    assert wait_s <= 0.01
+    clock[0] += MAX_WRITE_S + 0.01
     assert rank.poll() is None
