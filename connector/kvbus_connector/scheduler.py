@@ -109,6 +109,8 @@ class SchedulerHalf:
     def arrived(self, request: Any) -> None:
         """A new request is in the scheduler."""
         self._requests += 1
+        if not isinstance(request.kv_transfer_params, dict | None):
+            request.kv_transfer_params = None  # a client of this engine may have said anything
         self._incoming.arrived(request)
         self._outgoing.arrived(request)
 

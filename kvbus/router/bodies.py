@@ -87,9 +87,9 @@ async def members(content: Content) -> dict[str, Any]:
     return body
 
 
-def pieces(body: Mapping[str, Any]) -> list[bytes | memoryview]:
+def pieces(body: Mapping[str, Any]) -> list[Content | memoryview]:
     """The inverse of :func:`members`: a JSON object in pieces, its long values as they came. Nothing is copied."""
-    parts: list[bytes | memoryview] = [b"{"]
+    parts: list[Content | memoryview] = [b"{"]
     for name, value in body.items():
         parts += [json.dumps(name).encode(), b":", value.raw if isinstance(value, Raw) else json.dumps(value).encode()]
         parts.append(b",")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from kvbus.router.bodies import Content
+from kvbus.router.bodies import Content, pieces
 from kvbus.router.reading import parse
 
 MAX_PARTS = 64
@@ -12,8 +12,8 @@ MAX_PART_HEAD_BYTES = 1 << 12
 _MODEL_PART = re.compile(rb'content-disposition:[^\r\n]*[; ]name="?model"?\s*(?:;|\r|$)', re.IGNORECASE)
 
 
-async def model_of(content: Content, content_type: str) -> str | None:
-    """The model that a body names, in JSON or in a form; None if it names none.
+async def looked_at(content: Content, content_type: str) -> tuple[str | None, list[Content | memoryview]]:
+    """The model that a body names, in JSON or in a form, None if it names none; and what of the body goes on.
 
     Raises:
         BadRequestError: it should be JSON and is not, or names something that is no model.
@@ -21,8 +21,12 @@ async def model_of(content: Content, content_type: str) -> str | None:
     kind, _, parameters = content_type.partition(";")
     if kind.strip().lower() == "multipart/form-data":
         boundary = re.search(r'boundary="?([^";]{1,70})', parameters, re.IGNORECASE)
-        return _in_form(content, b"--" + boundary[1].encode()) if boundary else None
-    return (await parse(content)).get("model") if content else None
+        model = _in_form(content, b"--" + boundary[1].encode()) if boundary else None
+        return model, [content]
+    if not content:
+        return None, []
+    body = await parse(content)
+    return body.get("model"), pieces(body)
 
 
 def _in_form(content: Content, delimiter: bytes) -> str | None:

@@ -24,7 +24,7 @@ from kvbus.router.bodies import Content
 from kvbus.router.choose import choose_one, is_usable, key_of
 from kvbus.router.events import error_event
 from kvbus.router.fleet import RETRY_AFTER_S, Fleet
-from kvbus.router.forms import model_of
+from kvbus.router.forms import looked_at
 from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.loads import Loads
 from kvbus.router.models import merge_models, one_model
@@ -62,9 +62,8 @@ class Passing:
             BadRequestError: there is none.
         """
         content = await self._reader.content(request)
-        engines = await self._fleet.find(
-            await model_of(content, request.headers.get("Content-Type", "")), request.headers
-        )
+        model, parts = await looked_at(content, request.headers.get("Content-Type", ""))
+        engines = await self._fleet.find(model, request.headers)
         patience_s = self._settings.first_token_s if route.computes else ASIDE_S
         tokens = len(content) // CHARS_PER_TOKEN if route.computes else 0
         failed = self._fleet.nobody(None)
@@ -75,7 +74,7 @@ class Passing:
                 break
             try:
                 with self._loads.counted(engine, tokens):
-                    said = await self._relay(request, engine, content, patience_s)
+                    said = await self._relay(request, engine, parts, patience_s)
                 if upstream.engine_failed(said.status):
                     self._loads.suspect(engine)
                 else:
@@ -94,7 +93,7 @@ class Passing:
             return respond(self._fleet.nobody(None))
         engine = await self.holder(request.match_info["response_id"], engines, request.headers) or engines[0]
         try:
-            return await self._relay(request, engine, b"", self._settings.first_token_s)
+            return await self._relay(request, engine, [], self._settings.first_token_s)
         except upstream.LOST as failure:
             return respond(_lost(engine, failure))
 
@@ -188,7 +187,7 @@ class Passing:
         return respond(listing if name is None else one_model(listing, name))
 
     async def _relay(
-        self, request: web.Request, engine: Heartbeat, content: Content, patience_s: float
+        self, request: web.Request, engine: Heartbeat, parts: Sequence[Content | memoryview], patience_s: float
     ) -> web.StreamResponse:
         """Raises one of :data:`upstream.LOST` as long as the client has nothing."""
         url, headers = upstream.url_of(engine, request.path_qs), _headers(request)
@@ -197,7 +196,7 @@ class Passing:
         async with (
             patience,
             self._session.request(
-                request.method, url, data=upstream.Pieces([content]) if content else None, headers=headers
+                request.method, url, data=upstream.Pieces(parts) if parts else None, headers=headers
             ) as answer,
         ):
             if answer.content_type != "text/event-stream":

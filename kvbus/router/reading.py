@@ -12,7 +12,7 @@ from aiohttp.typedefs import Handler
 
 from kvbus.config import REGISTRATIONS
 from kvbus.router.answers import INVALID, OVERLOADED, Answer, error
-from kvbus.router.bodies import Content, members
+from kvbus.router.bodies import SHORT_BYTES, Content, Raw, members
 
 
 class BadRequestError(Exception):
@@ -122,8 +122,19 @@ async def parse(content: Content) -> dict[str, Any]:
 
 
 def _keep_what_clients_may_say(body: dict[str, Any]) -> None:
-    """Of ``kv_transfer_params``: with others, a client could pin an engine's blocks, or name another one's transfer."""
+    """Of ``kv_transfer_params``: with others, a client could pin an engine's blocks, or name another one's transfer.
+
+    vLLM also takes them from where it keeps what it does not know itself.
+    """
     params = body.pop("kv_transfer_params", None)
+    for name in ("vllm_xargs", "sampling_params"):
+        value = body.get(name)
+        if isinstance(value, Raw):
+            message = f"{name}: {len(value.raw)} bytes are not allowed; allowed: {SHORT_BYTES}"
+            raise BadRequestError(error(400, message, INVALID, name))
+        for extra in (value, value.get("extra_args") if isinstance(value, dict) else None):
+            if isinstance(extra, dict):
+                extra.pop("kv_transfer_params", None)
     when = params.get("registration") if isinstance(params, dict) else None
     if when is None:
         return

@@ -387,6 +387,16 @@ def test_a_dead_prefill_engine_is_fenced_and_decode_goes_on(
     assert time.monotonic() - died > 3.0
 
 
+@pytest.mark.parametrize("params", ["x", ["do_remote_decode"], 5, True])
+def test_parameters_that_are_no_map_take_no_engine_down(pair: tuple[FakeEngine, FakeEngine], params: Any) -> None:
+    """vLLM hands on what stands under that name among a client's own arguments."""
+    for engine in pair:
+        leg = Request("cmpl-a-0-aaaaaaaa", params)
+        engine.scheduler.arrived(leg)
+        assert engine.scheduler.tokens_from_outside(leg, 0) == 0
+        assert engine.scheduler.finished(leg, [D_BLOCKS], prefilled=True) == (False, None)
+
+
 LONG = "x" * 5000
 
 

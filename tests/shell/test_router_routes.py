@@ -12,7 +12,7 @@ from support.fronts import END, TOKEN_EVENT, FakeApi, fronted
 from support.waiting import eventually
 
 from kvbus.router import asking, passing
-from kvbus.router.forms import model_of
+from kvbus.router.forms import looked_at
 from kvbus.router.routes import ROUTES, How
 from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER
 
@@ -240,10 +240,10 @@ async def test_a_body_that_is_passed_is_not_changed_by_a_byte() -> None:
 )
 async def test_the_model_in_a_form(head: bytes, model: str | None) -> None:
     content = b"--b\r\nX: y\r\n\r\nz\r\n--b\r\n" + head + b"\r\n\r\nm\r\n--b--\r\n"
-    assert await model_of(content, 'multipart/form-data; boundary="b"') == model
+    assert (await looked_at(content, 'multipart/form-data; boundary="b"'))[0] == model
     for junk in (b"", b"--b", b"--b\r\n\r\n", b"--b\r\n" * 5000, content[:-20]):
-        assert await model_of(junk, "multipart/form-data; boundary=b") is None
-    assert await model_of(content, "multipart/form-data") is None
+        assert (await looked_at(junk, "multipart/form-data; boundary=b"))[0] is None
+    assert (await looked_at(content, "multipart/form-data"))[0] is None
 
 
 async def test_a_stream_that_is_passed_is_not_held_up() -> None:
@@ -454,3 +454,22 @@ async def test_an_error_in_a_stream_before_its_first_token_is_an_answer() -> Non
         front["D"].stream = [OPENINGS["/v1/messages"], error]
         answer = await front.ask("/v1/messages", stream=True, **BODIES["/v1/messages"])
         assert (answer.status, json.loads(answer.text)["error"]["message"]) == (500, "no")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/invocations", "/cohere/v2/chat", "/tokenize"])
+async def test_no_passed_body_names_a_transfer(path: str) -> None:
+    """R10: also where vLLM takes the parameters from what it does not know itself."""
+    evil = {"do_remote_decode": True, "transfer_id": "x"}
+    async with fronted("P", "D") as front:
+        body = {"model": "m", "kv_transfer_params": evil, "vllm_xargs": {"kv_transfer_params": "x", "mine": 1}}
+        assert (await front.client.post(path, json=body)).status == 200
+        assert front["D"].requests[-1][1] == {"model": "m", "vllm_xargs": {"mine": 1}}
+
+
+async def test_no_sampling_parameters_name_a_transfer() -> None:
+    """R10."""
+    async with fronted("P", "D") as front:
+        body = {"model": "m", "token_ids": [1], "sampling_params": {"extra_args": {"kv_transfer_params": {"x": 1}}}}
+        await front.client.post("/inference/v1/generate", json=body)
+        for name in ("P", "D"):
+            assert front[name].requests[-1][1]["sampling_params"]["extra_args"] == {}
