@@ -34,6 +34,7 @@ authorization {
   ]
 }
 """
+HANGS_S = 60.0  # a command that waits for an answer; a busy machine takes half of it to start Python
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, "m", free_blocks=300, total_blocks=400)
 
 
@@ -178,7 +179,7 @@ async def test_a_refused_login_is_said_as_refused(server: NatsServer, words: tup
     assert "no NATS server" not in err
     assert "wrong" not in err
     assert "Traceback" not in err
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < HANGS_S
 
 
 async def test_a_wrong_namespace_is_said(server: NatsServer) -> None:
@@ -210,6 +211,6 @@ async def test_tls_that_fails_is_said_within_seconds(tmp_path: Path, own_ca: boo
             assert "TLS failed: " in err.splitlines()[-1]
             assert "certificate" in err.splitlines()[-1]
             assert "Traceback" not in err
-            assert time.monotonic() - began < 15
+            assert time.monotonic() - began < HANGS_S
     finally:
         server.stop()
