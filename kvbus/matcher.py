@@ -345,19 +345,25 @@ class Matcher:
 
     def _match(self, key: str, transfer: Transfer, now: float) -> list[Effect]:
         registration, completion = transfer.registration, transfer.completion
-        if registration is None or completion is None or not transfer.bound or transfer.stage is not Stage.WAITING:
+        if registration is None or completion is None or transfer.stage is not Stage.WAITING:
+            return []
+        if not transfer.bound:
+            transfer.held_up = "a registration that is sent to this engine itself"
             return []
         sink = self._sinks.get(registration.sink_engine, registration.sink_incarnation)
         if sink is None:
+            transfer.held_up = "the decode engine's memory to be known here"
             return []  # SinkJoined matches again
         if reason := mismatch(registration, completion, sink):
             return self._end(key, transfer, Outcome.FAILED, reason)
         if not self._sinks.may_write(sink, now):
+            transfer.held_up = "a write lease of the decode engine"
             return []  # LeaseEcho matches again
         transfer.stage, transfer.writing_since = Stage.WRITING, now
         self._deadlines.drop(key)
         started = TransferStarted(**self._about(registration))
-        job = write_job(registration, completion, transfer.registered_at, transfer.completed_at)
+        known = (transfer.registered_at, transfer.completed_at)
+        job = write_job(registration, completion, *known, transfer.held_up)
         return [PostWrite(job), Send(registration.sink_engine, started)]
 
     def _end_write(self, ended: WriteEnded, now: float) -> list[Effect]:

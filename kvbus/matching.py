@@ -105,7 +105,8 @@ Event = (
 class WriteJob:
     """One transfer of one rank. Source blocks may outnumber sink blocks: the last ones of each group line up.
 
-    ``registered_at`` and ``completed_at`` say when its halves were known, seconds.
+    ``registered_at`` and ``completed_at`` say when its halves were known, seconds; ``held_up`` what else had to be
+    waited for then, empty if nothing.
     """
 
     transfer_id: str
@@ -119,6 +120,7 @@ class WriteJob:
     traceparent: str = ""
     registered_at: float = field(default=0.0, compare=False)
     completed_at: float = field(default=0.0, compare=False)
+    held_up: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvbus.arrivals import Arrivals, Arrived, Landed
+from kvbus.bounded import BoundedDict
 from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.lease import MAX_WRITE_S
 from kvbus.marks import Marking, Traced, traced
@@ -35,6 +36,7 @@ from kvbus.messages import (
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Registration,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -50,6 +52,10 @@ MIN_POLL_S = 0.0002
 MAX_POLL_S = 0.005
 # Without word of a posted WRITE a notification is not expected; this finds it all the same if the word was lost.
 QUIET_POLL_S = 0.05
+# What was taken up so much later than it came is worth a word in a trace.
+LAG_S = 0.01
+MAX_LAGS = 1 << 10
+WRITER_BUSY = "the rank's writer thread"
 # The first contact of two needs both of them to progress; so both poll for a while.
 GREETING_S = 2.0
 
@@ -153,6 +159,7 @@ class Rank:
         self._traced: dict[str, tuple[Traced, int]] = {}
         self._greeting_until = 0.0
         self._told = 0
+        self._lags: BoundedDict[tuple[MarkName, str, float], float] = BoundedDict(MAX_LAGS)
         self._released: deque[str] = deque()
         self._arrived: deque[Arrived] = deque()
 
@@ -176,9 +183,17 @@ class Rank:
         """How many receives are expected and not reported."""
         return len(self._arrivals)
 
-    def handle(self, item: Item) -> None:
-        """Take one item from the bus or from the engine."""
+    def handle(self, item: Item, came_at: float | None = None) -> None:
+        """Take one item from the bus or from the engine.
+
+        Args:
+            came_at: when it came to this process, if it had to wait for whoever drives this; for traces only.
+        """
         now = self._clock()
+        word = item.word if isinstance(item, Overheard) else item
+        if came_at is not None and now - came_at > LAG_S and isinstance(word, Registration | PrefillCompleted):
+            name = MarkName.REGISTERED if isinstance(word, Registration) else MarkName.COMPLETED
+            self._lags[name, word.transfer_id, now] = came_at
         match item:
             case AddPeer():
                 self._add_peer(item, now)
@@ -326,9 +341,12 @@ class Rank:
             return
         self._writes[job.transfer_id, job.attempt] = (job, started)
         if (what := traced(job.transfer_id, job.traceparent)) is not None:
-            self._marking.mark(what, MarkName.REGISTERED, job.attempt, at_s=job.registered_at)
-            self._marking.mark(what, MarkName.COMPLETED, job.attempt, at_s=job.completed_at)
-            self._marking.mark(what, MarkName.POSTING, job.attempt, at_s=started)
+            known = [(MarkName.REGISTERED, job.registered_at), (MarkName.COMPLETED, job.completed_at)]
+            came = [self._lags.pop((name, job.transfer_id, at), at) for name, at in known]
+            for (name, _), at in zip(known, came, strict=True):
+                self._marking.mark(what, name, job.attempt, at_s=at)
+            note = job.held_up or (WRITER_BUSY if max(came) + LAG_S < max(at for _, at in known) else "")
+            self._marking.mark(what, MarkName.POSTING, job.attempt, note, started)
             self._marking.mark(what, MarkName.POSTED, job.attempt, at_s=self._clock())
 
     def _end_write(self, ended: WriteEnded) -> None:

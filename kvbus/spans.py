@@ -196,6 +196,8 @@ def _about(stage: Stage, path: Path) -> dict[str, Value]:
             about["kvbus.prompt_tokens"] = path.prompt_tokens
         case StageName.WRITE_TRANSFER:
             about["kvbus.bytes"] = path.nbytes
+        case StageName.WRITE_QUEUE if stage.mark.note:
+            about["kvbus.waited_for"] = stage.mark.note
         case StageName.LOST | StageName.DECODE_QUEUE:
             about["kvbus.reason"] = stage.mark.note
         case StageName.DECODE_COMPUTE:

@@ -50,6 +50,7 @@ class Transfer:
     completed_at: float = 0.0
     registration: Registration | None = None
     registered_at: float = 0.0
+    held_up: str = ""  # what was waited for when both halves were known; for traces only
     acknowledged: bool = False
     bound: bool = False  # the registration was sent to this very incarnation: only then may it be written to
     stage: Stage = Stage.WAITING
@@ -64,7 +65,7 @@ class Transfer:
 
     def forget(self) -> None:
         """Forget the registration; the decode engine may send it again."""
-        self.registration, self.acknowledged, self.bound = None, False, False
+        self.registration, self.acknowledged, self.bound, self.held_up = None, False, False, ""
         self.stage, self.cancel, self.done, self.delivered = Stage.WAITING, None, None, False
 
     def close_attempt(self) -> None:
@@ -107,7 +108,11 @@ def mismatch(registration: Registration, completion: PrefillCompleted, sink: Sin
 
 
 def write_job(
-    registration: Registration, completion: PrefillCompleted, registered_at: float, completed_at: float
+    registration: Registration,
+    completion: PrefillCompleted,
+    registered_at: float,
+    completed_at: float,
+    held_up: str = "",
 ) -> WriteJob:
     """What the two halves come to."""
     return WriteJob(
@@ -122,4 +127,5 @@ def write_job(
         traceparent=registration.traceparent or completion.traceparent,
         registered_at=registered_at,
         completed_at=completed_at,
+        held_up=held_up,
     )

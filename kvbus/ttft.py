@@ -35,7 +35,7 @@ class MarkName(StrEnum):
     # A prefill rank
     REGISTERED = "registered"  # the registration is known there
     COMPLETED = "completed"  # the completion is
-    POSTING = "posting"
+    POSTING = "posting"  # the note is what that waited for, if for anything
     POSTED = "posted"
     WRITTEN = "written"  # the note is the number of bytes
     # A decode engine's scheduler

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -73,7 +74,7 @@ class Writer:
         if droppable and self._queue.qsize() > MAX_QUEUE:
             self._counters.add("writer_queue_full")
             return
-        self._queue.put(item)
+        self._queue.put((item, time.monotonic()))
 
     def close(self, timeout_s: float = 2.0) -> None:
         """End the thread; idempotent. Says so if the transport does not let go of it."""
@@ -85,7 +86,7 @@ class Writer:
             logger.warning("kvbus: the writer thread did not end within %s s; left behind", timeout_s)
 
     def _run(self) -> None:
-        early: list[Item] = []
+        early: list[tuple[Item, float]] = []
         wait_s: float | None = None
         while (item := self._next(wait_s)) is not None:
             try:
@@ -96,7 +97,7 @@ class Writer:
                 if (rank := self._rank) is None:
                     continue
                 while early:
-                    rank.handle(early.pop(0))
+                    rank.handle(*early.pop(0))
                 if self._queue.empty():
                     wait_s = rank.poll()
             except Exception:

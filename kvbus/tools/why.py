@@ -13,11 +13,11 @@ NOTICEABLE = 0.1  # a share of the TTFT that is worth a word of its own
 # Reason (its beginning, or a part of it) -> what an operator does about it.
 _REMEDIES = (
     ("is not on the bus", "start it, or look why its heartbeats do not come"),
+    ("saw the request", "did the router send the prefill leg, and both legs with the same id?"),
     ("no prefill engine acknowledged", "is the prefill engine on the same NATS server and namespace?"),
     ("no prefill engine", "start prefill engines, or look why they are gone"),
     ("does not fit", "make the named field the same on both engines"),
     ("incompatible", "make the named field the same on both engines"),
-    ("never saw the request", "did the router send the prefill leg, and both legs with the same id?"),
     ("no sign of life", "look at the load and the log of the prefill engine"),
     ("max_payload", "raise max_payload of the NATS server, or shorten the prompt"),
     ("the bus", "look after the NATS server"),
@@ -33,7 +33,9 @@ _DOMINANT = {
     StageName.PREFILL_QUEUE: "in the prefill engine's queue: add prefill capacity",
     StageName.PREFILL_COMPUTE: "computing the prompt, which is its own cost: shorter prompts, prefix caching or faster "
     "prefill engines help",
-    StageName.WRITE_QUEUE: "waiting to post the WRITE: for decode's memory, its write lease, or the writer thread",
+    StageName.MATCH_WAIT: "waiting for the match: messages took long; look at the NATS server, and at the CPU of the "
+    "prefill engine's worker",
+    StageName.WRITE_QUEUE: "waiting to post the WRITE",
     StageName.WRITE_POST: "posting the WRITE: many block runs, or a busy CPU on the prefill engine",
     StageName.WRITE_TRANSFER: "moving KV: look at the network between the two",
     StageName.DECODE_RESUME: "until decode took it up again: its steps are long; add decode capacity",
@@ -107,7 +109,9 @@ def _why_pushed(view: TraceView) -> Verdict:
 
 def _dominant(stage: SpanData, view: TraceView) -> str:
     share = stage.duration_ns / MS / view.ttft_ms if view.ttft_ms else 0.0
-    what = _DOMINANT.get(StageName(stage.name), "waiting for the match: messages took long; look at the NATS server")
+    what = _DOMINANT[StageName(stage.name)]
+    if stage.name == StageName.WRITE_QUEUE:
+        what = f"{what}: for {stage.attributes.get('kvbus.waited_for', 'others that were before it')}"
     if stage.name == StageName.WRITE_TRANSFER and stage.duration_ns:
         nbytes = int(view.about("kvbus.bytes", 0))
         what = f"{what} ({nbytes / 2**20:.1f} MiB at {nbytes / 2**20 / (stage.duration_ns / 1e9):.0f} MiB/s)"

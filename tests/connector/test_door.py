@@ -199,8 +199,8 @@ def believe_all(self: Keys, message: Message, payload: bytes) -> bool:
     return True
 
 
-def believe_the_bus(self: Rank, item: Any) -> None:
-    HANDLE(self, getattr(item, "word", item))
+def believe_the_bus(self: Rank, item: Any, came_at: float | None = None) -> None:
+    HANDLE(self, getattr(item, "word", item), came_at)
 
 
 HANDLE = Rank.handle

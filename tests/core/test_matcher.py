@@ -220,7 +220,35 @@ def test_the_match_waits_for_the_sinks_memory() -> None:
     assert matcher.apply(replace(REGISTRATION, echoes=(("P", 5, 0, 1),)), 1.0) == [ACK, Introduce("D")]
     assert matcher.apply(COMPLETED, 2.0) == [CLAIMED]
     assert matcher.apply(SinkJoined("D", 6, 64), 2.5) == [], "an older incarnation"
-    assert matcher.apply(JOINED, 3.0) == [POST, STARTED]
+    effects = matcher.apply(JOINED, 3.0)
+    assert effects == [POST, STARTED]
+    assert held_up(effects) == "the decode engine's memory to be known here"
+
+
+def held_up(effects: list[Effect]) -> str:
+    """What a WRITE had to wait for when both halves were known (P8)."""
+    [found] = [effect.job.held_up for effect in effects if isinstance(effect, PostWrite)]
+    return found
+
+
+def test_a_write_says_what_it_had_to_wait_for() -> None:
+    """P8."""
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1)
+    number = matcher.pulse(0.0).number
+    matcher.apply(JOINED, 0.0)
+    matcher.apply(REGISTRATION, 1.0)
+    matcher.apply(COMPLETED, 1.0)
+    echo = LeaseEcho("D", 7, (("P", 5, 0, number),))
+    assert held_up(matcher.apply(echo, 1.1)) == "a write lease of the decode engine"
+    matcher = Matcher(engine="P", incarnation=5, rank=0, ranks=1, **FOREVER)
+    echoed = replace(REGISTRATION, echoes=(("P", 5, 0, matcher.pulse(0.0).number),))
+    matcher.apply(JOINED, 0.0)
+    matcher.apply(PooledRegistration(POOLED), 1.0)
+    matcher.apply(COMPLETED, 1.0)
+    assert held_up(matcher.apply(echoed, 1.1)) == "a registration that is sent to this engine itself"
+    matcher.apply(WriteEnded("t", 1), 2.0)
+    matcher.apply(replace(echoed, transfer_id="u", request_id="d2"), 2.0)
+    assert held_up(matcher.apply(replace(COMPLETED, transfer_id="u", request_id="p2"), 2.0)) == "", "nothing"
 
 
 def test_a_pooled_registration_is_answered_by_the_engine_that_has_the_transfer(matcher: Matcher) -> None:

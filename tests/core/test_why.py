@@ -62,7 +62,7 @@ def computed(reason: str) -> TraceView:
     return view(START, D_BEGIN, P_ALL, marks((M.LOCAL, 5, reason), engine="D", role="decode"), end(90))
 
 
-def pushed(**moved: float) -> TraceView:
+def pushed(*, waited_for: str = "", **moved: float) -> TraceView:
     """A request whose KV came, with some of its boundaries moved."""
     times = {
         "prefill_arrived": 5.0,
@@ -84,8 +84,8 @@ def pushed(**moved: float) -> TraceView:
             (M.PREFILL_SCHEDULED, times["scheduled"]),
             (M.PREFILL_DONE, times["done"], "1024"),
             (M.REGISTERED, times["registered"]),
-            (M.COMPLETED, times["done"] + 0.5),
-            (M.POSTING, times["posting"]),
+            (M.COMPLETED, times.get("completed", times["done"] + 0.5)),
+            (M.POSTING, times["posting"], waited_for),
             (M.POSTED, times["posted"]),
             (M.WRITTEN, times["landed"], str(64 << 20)),
             engine="P",
@@ -147,7 +147,7 @@ VERDICTS = [
         "decode engine D: reset: 3000 ms lost, answered under attempt 2",
     ),
     ("C5", given_up("draining"), "gave its receive up after"),
-    ("A8, router", given_up("the prefill engine never saw the request"), "did the router send the prefill leg"),
+    ("A8, router", given_up("no prefill engine saw the request"), "did the router send the prefill leg"),
     ("C3", given_up("no prefill engine acknowledged the registration"), "same NATS server and namespace?"),
     ("C6", computed("the bus is not connected"), "look after the NATS server"),
     ("H2", computed("prefill engine P does not fit: dtype: a here, b on P"), "make the named field the same"),
@@ -170,7 +170,13 @@ VERDICTS = [
     ),
     ("long prompt", pushed(), "computing the prompt"),
     ("slow front", pushed(prefill_arrived=500, scheduled=501, done=600, **later(601)), "before prefill had it"),
-    ("no lease", pushed(**later(900)), "waiting to post the WRITE"),
+    ("busy writer", pushed(**later(900)), "waiting to post the WRITE: for others that were before it"),
+    (
+        "no lease",
+        pushed(waited_for="a write lease of the decode engine", **later(900)),
+        "waiting to post the WRITE: for a write lease of the decode engine",
+    ),
+    ("slow bus", pushed(registered=900, completed=901, **later(902)), "look at the NATS server, and at the CPU of"),
     ("failed", view(START, D_BEGIN, marks((M.ENDED, 50, "502"))), "failed without a token: status 502"),
 ]
 

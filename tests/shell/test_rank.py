@@ -21,7 +21,8 @@ from kvbus.messages import (
     TransferStarted,
 )
 from kvbus.metrics import Counters, durations
-from kvbus.rank import AddPeer, Greet, Rank
+from kvbus.rank import AddPeer, Greet, Overheard, Rank
+from kvbus.ttft import MarkName
 
 MAX_WRITE_S = 2.0
 
@@ -105,6 +106,42 @@ def test_how_long_a_match_waited_and_its_write_took_is_counted(driven: Driven) -
     driven.source.finish()
     driven.rank.poll()
     assert sorted(durations(driven.counters.snapshot())) == [("match_wait_decode", 1, 0.0), ("write", 1, 1.5)]
+
+
+def test_a_word_that_waited_for_the_writer_thread_is_marked_when_it_came() -> None:
+    """P8: else a trace blames the bus for it."""
+    noted: list[tuple[str, str, float]] = []
+
+    class Noting:
+        def mark(self, what: object, name: str, attempt: int = 0, note: str = "", at_s: float = 0.0) -> None:
+            noted.append((name, note, at_s))
+
+    fabric, said, now = Fabric(), list[Message](), [0.0]
+    sink = MemoryTransport(fabric, "D")
+    rank = Rank(
+        matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
+        transport=MemoryTransport(fabric, "P"),
+        rank=0,
+        ranks=1,
+        publish=lambda _, message: said.append(message),
+        introduce=lambda _: None,
+        clock=lambda: now[0],
+        counters=Counters(),
+        marking=Noting(),
+        pulse_interval_s=0.5,
+    )
+    rank.poll()
+    [pulse] = [message for message in said if isinstance(message, Pulse)]
+    rank.handle(AddPeer("D", 7, 1, {0: sink.metadata}), 0.0)
+    now[0] = 1.0
+    about = {"source_incarnation": 5, "echoes": (("P", 5, 0, pulse.number),), "traceparent": f"00-{1:032x}-{1:016x}-01"}
+    rank.handle(Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96, **about), 0.3)  # type: ignore[arg-type]
+    rank.handle(Overheard(PrefillCompleted("t", "P", 5, "p1", (((1, 3),),), 96, number=1)), 0.4)
+    assert noted[:3] == [
+        (MarkName.REGISTERED, "", 0.3),
+        (MarkName.COMPLETED, "", 0.4),
+        (MarkName.POSTING, "the rank's writer thread", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("meeting", ["a new peer", "its metadata asked for"])
