@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from kvbus.errors import ConfigError
 from kvbus.fields import is_address
+from kvbus.patience import UNCLAIMED_S
 from kvbus.subjects import check_token
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
@@ -35,6 +36,8 @@ class Config:
         dead_after_s: seconds of silence after which an engine is taken for gone.
         block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
         transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
+        unclaimed_s: for how long a decode request waits for a prefill that no prefill engine has, seconds: see
+            :mod:`kvbus.patience`.
         registration: when a decode engine takes blocks for a request whose KV comes from outside: ``eager``, as soon as
             vLLM would; ``jit``, when its last tokens are being prefilled; ``after_prefill``; or ``auto``, eager while
             half of its blocks would stay free, else jit. A request may say it, too.
@@ -49,6 +52,7 @@ class Config:
     dead_after_s: float = 5.0
     block_lease_s: float = 30.0
     transfer_timeout_s: float = 600.0
+    unclaimed_s: float = UNCLAIMED_S
     write_lease_s: float = 1.5
     max_write_s: float = 2.0
     registration: str = "auto"
@@ -64,6 +68,7 @@ class Config:
             "dead_after_s",
             "block_lease_s",
             "transfer_timeout_s",
+            "unclaimed_s",
             "write_lease_s",
             "max_write_s",
         ):

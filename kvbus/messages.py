@@ -290,6 +290,7 @@ class Heartbeat(Message):
 
     ``requests`` are in its scheduler, or only their KV is, for another engine; of their prompts' tokens,
     ``queued_tokens`` are still to be computed here.
+    ``step_s``: its scheduler has been in its present step for so long; requests that came since are not announced yet.
     ``compat`` holds what must be equal in two engines that exchange KV; :func:`kvbus.membership.differences` names
     what is not.
     ``public_key`` and ``farewell``: see :mod:`kvbus.keys`.
@@ -316,6 +317,7 @@ class Heartbeat(Message):
     data_parallel_rank: int = 0
     public_key: Key = b""
     farewell: Key = b""
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,13 +26,13 @@ from kvbus.messages import (
     TransferFailed,
     TransferStarted,
 )
+from kvbus.patience import LONG_STEP_S, NEVER_SEEN, PATIENCE_S, UNCLAIMED_S, unknown_at
 
 FIRST_RESEND_S = 0.25
 MAX_RESEND_S = 2.0
 # Nothing but the answer to it brings back word of a failure that was lost while the prefill engine lives on.
 HELD_RESEND_S = 5.0
 BUS_PATIENCE_S = 1.0
-UNCLAIMED_S = 6.0
 MAX_RECEIVED = 1 << 14
 
 
@@ -145,7 +145,7 @@ Effect = Publish | Echo | Abandon | Reject
 
 class Phase(Enum):
     REGISTERED = "registered"  # sent, and sent again until every rank has acknowledged
-    HELD = "held"  # by every rank of one prefill engine; sent again, rarely, once that has the request
+    HELD = "held"  # by every rank of one prefill engine; sent again, rarely
     CANCELLING = "cancelling"  # the blocks wait for the ranks that may still write to say that they will not
     FENCING = "fencing"  # nobody answers: the blocks wait until every write lease has run out
 
@@ -157,6 +157,7 @@ _GIVING_UP = (Phase.CANCELLING, Phase.FENCING)
 class _Receive:
     registration: Registration
     engine: str
+    registered_at: float
     patience_until: float
     give_up_at: float
     phase: Phase = Phase.REGISTERED
@@ -178,7 +179,7 @@ class Registrar:
     Args:
         lease: what this engine heard of prefill ranks and echoed.
         unclaimed_s: how long a registration waits for a prefill engine to say that it has the request, seconds. A
-            request is announced when it arrives, however long it is queued then.
+            request is announced when it arrives, however long it is queued then: see :mod:`kvbus.patience`.
         patience_s: how long it waits for a sign of life from a prefill engine that has the request, seconds.
         transfer_timeout_s: the longest any registration waits, seconds.
         cancel_timeout_s: how long a cancel waits for its acknowledgement before the lease decides, seconds.
@@ -189,7 +190,7 @@ class Registrar:
         *,
         lease: SinkLease | None = None,
         unclaimed_s: float = UNCLAIMED_S,
-        patience_s: float = 60.0,
+        patience_s: float = PATIENCE_S,
         transfer_timeout_s: float = 600.0,
         cancel_timeout_s: float = 2.0,
     ) -> None:
@@ -253,7 +254,7 @@ class Registrar:
                 receive.reason = receive.reason or "the bus is away"
                 effects += self._begin_fence(receive, now)
             elif now < min(receive.patience_until, receive.give_up_at):
-                if self._is_resent(receive) and now >= receive.resend_at:
+                if now >= receive.resend_at:
                     effects.append(self._publish(receive, now))
                 self._arm(receive)
             elif receive.phase is Phase.CANCELLING:
@@ -285,6 +286,7 @@ class Registrar:
         receive = _Receive(
             registration,
             event.hint,
+            registered_at=now,
             patience_until=now + self._unclaimed_s,
             give_up_at=now + self._transfer_timeout_s,
         )
@@ -315,6 +317,8 @@ class Registrar:
                 receive.ended.add(event.rank)
                 effects += self._cancel(receive, f"refused: {reason}", now)
             case RegistrationAck(claimed=claimed):
+                if claimed and not receive.claimed:
+                    receive.resend_at = max(receive.resend_at, now + HELD_RESEND_S)
                 receive.claimed = receive.claimed or claimed
             case TransferStarted():
                 receive.claimed = True
@@ -330,8 +334,8 @@ class Registrar:
         if receive.phase is Phase.REGISTERED and receive.sent_to != receive.incarnation:
             effects.append(self._publish(receive, now))  # to this very incarnation: only that lets it write
         if receive.phase is Phase.REGISTERED and len(receive.acknowledged) == receive.ranks:
-            receive.phase, receive.resend_s = Phase.HELD, HELD_RESEND_S
-            receive.resend_at = now + receive.resend_s
+            receive.phase = Phase.HELD
+            receive.resend_at = now + _held_resend_s(receive)
         if receive.registration.request_id not in self._receives:
             return effects
         if receive.phase in _GIVING_UP and len(receive.ended) == receive.ranks:
@@ -341,10 +345,16 @@ class Registrar:
         return effects
 
     def _heartbeat(self, heartbeat: Heartbeat, now: float) -> list[Effect]:
-        """A prefill engine that lives and knows of the request may take its time."""
+        """A prefill engine that lives and knows of the request may take its time; so may one that cannot know yet."""
         for receive in self._by_engine.get(heartbeat.engine, {}).values():
             if receive.claimed and receive.phase is Phase.HELD:
                 receive.patience_until = max(receive.patience_until, now + self._patience_s)
+        if heartbeat.step_s > LONG_STEP_S:
+            for engine in (heartbeat.engine, ""):  # to the pool it may have been sent as well
+                for receive in self._by_engine.get(engine, {}).values():
+                    if not receive.claimed and receive.phase not in _GIVING_UP:
+                        until = unknown_at(receive.registered_at, now, self._unclaimed_s, self._patience_s)
+                        receive.patience_until = max(receive.patience_until, until)
         return []
 
     def _hear_pulse(self, pulse: Pulse, now: float) -> list[Effect]:
@@ -457,8 +467,10 @@ class Registrar:
         return []
 
     def _publish(self, receive: _Receive, now: float) -> Publish:
-        receive.resend_at = now + receive.resend_s
-        if receive.phase is not Phase.HELD:
+        if receive.phase is Phase.HELD:
+            receive.resend_at = now + _held_resend_s(receive)
+        else:
+            receive.resend_at = now + receive.resend_s
             receive.resend_s = min(2 * receive.resend_s, MAX_RESEND_S)
         registration = receive.registration
         if receive.phase not in _GIVING_UP:
@@ -480,20 +492,20 @@ class Registrar:
         return Publish(receive.engine, cancel)
 
     def _arm(self, receive: _Receive) -> None:
-        at = min(receive.patience_until, receive.give_up_at)
-        if self._is_resent(receive):
-            at = min(at, receive.resend_at)
+        at = min(receive.patience_until, receive.give_up_at, receive.resend_at)
         self._timers.set(receive.registration.request_id, at)
 
     @staticmethod
-    def _is_resent(receive: _Receive) -> bool:
-        """One that is held, but whose request was never seen, runs out of patience: acknowledgements would feed it."""
-        return receive.phase is not Phase.HELD or receive.claimed
-
-    @staticmethod
     def _why_late(receive: _Receive) -> str:
+        if not receive.engine:
+            return NEVER_SEEN
         if not receive.acknowledged:
             return "no prefill engine acknowledged the registration"
         if not receive.claimed:
             return "the prefill engine never saw the request"
         return "no sign of life from the prefill engine"
+
+
+def _held_resend_s(receive: _Receive) -> float:
+    """Word that its request was seen may be lost, and the time for it is short."""
+    return HELD_RESEND_S if receive.claimed else MAX_RESEND_S

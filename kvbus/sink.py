@@ -35,6 +35,7 @@ from kvbus.messages import (
     Wanted,
 )
 from kvbus.node import Node
+from kvbus.patience import LONG_STEP_S
 from kvbus.registrar import (
     Abandon,
     Aborted,
@@ -105,6 +106,11 @@ class SinkScheduler:
             return f"prefill engine {hint} is not on the bus" if hint else "no prefill engine is on the bus"
         fitting = [differences(self._own, peer) for peer in peers]
         return "" if [] in fitting else f"prefill engine {peers[0].engine} does not fit: {fitting[0][0]}"
+
+    def is_busy(self, hint: str) -> bool:
+        """Whether a prefill engine that may have a request could not announce it now: see :mod:`kvbus.patience`."""
+        peers = self._node.membership.peers(prefill=True)
+        return any(peer.step_s > LONG_STEP_S for peer in peers if hint in ("", peer.engine))
 
     @property
     def connected(self) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -31,6 +31,7 @@ from kvbus.messages import (
     Wanted,
 )
 from kvbus.metrics import Counters, OncePer
+from kvbus.patience import NEVER_SEEN, UNCLAIMED_S, unknown_at
 from kvbus.sink import SinkScheduler
 from kvbus.subjects import is_token
 from kvbus.ttft import MarkName
@@ -46,6 +47,7 @@ MAX_TAKEOVER_S = 30.0
 MAX_ATTEMPT = 1_000_000
 MAX_PREFILLS = 1 << 14
 WANT_INTERVAL_S = 1.0
+ANSWER_S = 1.5  # a prefill engine that has a request says so in milliseconds; one word and its answer may be lost
 LOOK_INTERVAL_S = 0.05
 
 
@@ -88,7 +90,10 @@ class _Request:
     when: When
     traced: Traced | None
     stage: Stage = Stage.QUEUED
+    waits_since: float = field(default_factory=time.monotonic)
+    busy_at: float = float("-inf")  # when a prefill engine could not announce it
     asked_at: float = 0.0
+    wanted_since: float = float("inf")
     wanted_at: float = float("-inf")
     deferred_at: float = 0.0
     orphaned_until: float = 0.0
@@ -107,6 +112,7 @@ class Incoming:
     Args:
         when: where a request does not say.
         room: the share of this engine's KV blocks that would stay free if so many tokens were allocated.
+        unclaimed_s: see :mod:`kvbus.patience`.
     """
 
     def __init__(
@@ -118,10 +124,11 @@ class Incoming:
         marking: Marking,
         when: When,
         room: Callable[[int], float],
+        unclaimed_s: float = UNCLAIMED_S,
     ) -> None:
         self._own, self._rules, self._sink = own, rules, sink
         self._counters, self._marking = counters, marking
-        self._when, self._room = when, room
+        self._when, self._room, self._unclaimed_s = when, room, unclaimed_s
         self._prefills: BoundedDict[str, tuple[str, Progress]] = BoundedDict(MAX_PREFILLS)
         self._requests: dict[str, _Request] = {}
         self._expect: dict[str, int] = {}
@@ -171,12 +178,14 @@ class Incoming:
             return 0
         if incoming.rebound is not None:
             (incoming.attempt, incoming.hint), incoming.rebound = incoming.rebound, None
-            incoming.asked_at, incoming.wanted_at = now, float("-inf")
+            incoming.asked_at = incoming.waits_since = now
+            incoming.wanted_since, incoming.wanted_at = float("inf"), float("-inf")
             if not incoming.hint:
                 self._counters.add("recomputed")
                 self._compute(incoming, "the router has no prefill engine for it")
                 return 0
-        if reason := self._sink.why_not(incoming.hint):
+        progress = self._progress(incoming)
+        if reason := self._sink.why_not(incoming.hint) or self._why_unknown(incoming, progress, now):
             if incoming.takeover_s and self._sink.connected:
                 incoming.stage, incoming.orphaned_until = Stage.ORPHANED, now + incoming.takeover_s
                 return None
@@ -185,13 +194,17 @@ class Incoming:
             return 0
         tokens = max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
         incoming.asked_at = incoming.asked_at or now
-        progress, room = self._progress(incoming), self._room(tokens)
-        if tokens and not take_blocks_now(incoming.when, progress, waits_since=incoming.asked_at, now=now, room=room):
+        takes = take_blocks_now(
+            incoming.when, progress, waits_since=incoming.asked_at, now=now, room=self._room(tokens)
+        )
+        if progress is None and now - incoming.waits_since > self._unclaimed_s:
+            takes = False  # not before somebody says that he has it: it shall not hold blocks for nothing
+        if tokens and not takes:
             if incoming.stage is not Stage.DEFERRED:
                 self._mark(incoming, MarkName.DEFERRED, incoming.when.value)
             incoming.stage, incoming.deferred_at = Stage.DEFERRED, now
             if now - incoming.wanted_at > WANT_INTERVAL_S:  # the prefill engine answers, and tells what changes
-                incoming.wanted_at = now
+                incoming.wanted_since, incoming.wanted_at = min(incoming.wanted_since, now), now
                 self._sink.want(Wanted(**self._about(incoming)), incoming.hint)
             return None
         incoming.stage = Stage.QUEUED
@@ -315,6 +328,15 @@ class Incoming:
         """What was heard of its prefill, from the engine that it is to come from."""
         source, progress = self._prefills.get(incoming.name.transfer_id, ("", None))
         return progress if incoming.hint in ("", source) else None
+
+    def _why_unknown(self, incoming: _Request, progress: Progress | None, now: float) -> str:
+        """Empty, or why its prefill is waited for no longer: whoever had it would have said so."""
+        if progress is not None:
+            return ""
+        if self._sink.is_busy(incoming.hint):
+            incoming.busy_at = now
+        at = unknown_at(incoming.waits_since, incoming.busy_at, self._unclaimed_s)
+        return NEVER_SEEN if now >= max(at, incoming.wanted_since + ANSWER_S) else ""
 
     def _rests(self, incoming: _Request, now: float) -> bool:
         """vLLM asks in every step, for every request in its queue; without news the answer is known for a while."""

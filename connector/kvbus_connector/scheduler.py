@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,15 +66,23 @@ class SchedulerHalf:
         self._block_pool: Any = None
         self._block_size = int(dict(own.compat).get("block_size", 16))
         self._requests = 0
+        self._looked_at = 0.0
         self._draining = False
         self._closed = threading.Event()
         self._door = Door(self.node.counters)
         lease = SinkLease(config.write_lease_s, config.max_write_s)
-        registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s)
+        registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s, unclaimed_s=config.unclaimed_s)
         self._sink = SinkScheduler(self.node, registrar, own.engine, own)
         marking = Marker(self.node, own.engine, own.role)
         self._incoming = Incoming(
-            own, rules, self._sink, self.node.counters, marking, Registration(config.registration), self._room
+            own,
+            rules,
+            self._sink,
+            self.node.counters,
+            marking,
+            Registration(config.registration),
+            self._room,
+            config.unclaimed_s,
         )
         self._sink.watch_prefills(self._incoming.prefill_moved)
         self._outgoing = Outgoing(own, rules, self.node, marking)
@@ -111,6 +120,7 @@ class SchedulerHalf:
         self._requests += 1
         if not isinstance(request.kv_transfer_params, dict | None):
             request.kv_transfer_params = None  # a client of this engine may have said anything
+        self._looked_at = time.monotonic()
         self._incoming.arrived(request)
         self._outgoing.arrived(request)
 
@@ -139,6 +149,7 @@ class SchedulerHalf:
 
     def plan_step(self, scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """What the worker half must know in this step; ``scheduled_tokens`` of each request that runs in it."""
+        self._looked_at = time.monotonic()
         plan = StepPlan(public_key=self._own.public_key)
         self._incoming.plan(plan, scheduled_tokens)
         self._outgoing.plan(plan, scheduled_tokens)
@@ -170,6 +181,11 @@ class SchedulerHalf:
     def _busy(self) -> int:
         return max(0, self._requests) + self._outgoing.held
 
+    @property
+    def _step_s(self) -> float:
+        """For how long vLLM has not looked for new requests: it does so before each step, and whenever it has none."""
+        return round(time.monotonic() - self._looked_at, 1) if self._requests > 0 else 0.0
+
     def _drain(self, _: str, request: DrainRequest) -> DrainReply:
         if self._draining is request.undo:
             self._draining = not request.undo
@@ -198,6 +214,7 @@ class SchedulerHalf:
             total_blocks=pool.num_gpu_blocks if pool is not None else 0,
             requests=self._busy,
             queued_tokens=self._outgoing.queued_tokens,
+            step_s=self._step_s,
         )
 
     def _find_address(self) -> None:

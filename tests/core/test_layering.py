@@ -20,6 +20,7 @@ LAYERS = [
         "fields",
         "messages",
         "bounded",
+        "patience",
         "config",
         "ttft",
         "story",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +24,8 @@ from kvbus.messages import (
     TransferFailed,
     TransferStarted,
 )
+from kvbus.patience import NEVER_SEEN, PATIENCE_S, UNCLAIMED_S
 from kvbus.registrar import (
-    UNCLAIMED_S,
     Abandon,
     Aborted,
     BusBack,
@@ -84,7 +85,7 @@ def test_sent_again_until_every_rank_has_acknowledged() -> None:
     assert registrar.apply(RegistrationAck(**rank(0, 2)), 0.3) == []
     assert registrar.tick(0.75) == [PUBLISH]
     assert registrar.apply(RegistrationAck(**rank(1, 2)), 0.8) == []
-    assert registrar.tick(5.0) == []
+    assert registrar.tick(2.7) == []
 
 
 def test_word_of_a_failure_that_was_lost_is_asked_for_again() -> None:
@@ -92,12 +93,12 @@ def test_word_of_a_failure_that_was_lost_is_asked_for_again() -> None:
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
     registrar.apply(RegistrationAck(**rank(), claimed=True), 0.2)
-    assert registrar.next_deadline() == 5.1
+    assert registrar.next_deadline() == 5.2
     registrar.apply(BEAT, 5.0)
-    assert registrar.tick(5.1) == [PUBLISH]
-    assert registrar.apply(RegistrationAck(**rank()), 5.2) == []
-    assert registrar.tick(10.1) == [PUBLISH], "again and again, at the same interval"
-    assert registrar.apply(TransferFailed(**rank(), reason="block lease expired"), 10.2) == [
+    assert registrar.tick(5.2) == [PUBLISH]
+    assert registrar.apply(RegistrationAck(**rank()), 5.3) == []
+    assert registrar.tick(10.2) == [PUBLISH], "again and again, at the same interval"
+    assert registrar.apply(TransferFailed(**rank(), reason="block lease expired"), 10.3) == [
         Abandon("d1", "block lease expired"),
         cancel("block lease expired"),
     ]
@@ -107,8 +108,50 @@ def test_what_is_held_but_never_seen_is_not_kept_alive_by_acknowledgements() -> 
     registrar = new()
     registrar.apply(RegistrationAck(**rank()), 0.1)
     registrar.apply(RegistrationAck(**rank()), UNCLAIMED_S - 0.1)
+    assert registrar.tick(UNCLAIMED_S - 0.05) == [PUBLISH]
     assert registrar.next_deadline() == UNCLAIMED_S
     assert registrar.tick(UNCLAIMED_S) == [cancel("the prefill engine never saw the request")]
+
+
+def test_word_that_a_request_was_seen_is_asked_for_again() -> None:
+    """P4: it may be lost, and what is queued for long must not be given up for that."""
+    registrar = new()
+    registrar.apply(RegistrationAck(**rank()), 0.1)
+    assert registrar.next_deadline() == 2.1
+    assert registrar.tick(2.1) == [PUBLISH]
+    assert registrar.tick(4.1) == [PUBLISH]
+    registrar.apply(RegistrationAck(**rank(), claimed=True), 4.2)
+    assert registrar.tick(UNCLAIMED_S) == []
+
+
+@pytest.mark.parametrize("hint", ["P", ""])
+def test_what_a_prefill_engine_in_a_long_step_may_have_is_waited_for(hint: str) -> None:
+    """P4: it announces requests between steps only. But a heartbeat that says so for ever ends somewhen."""
+    registrar, gone = new(hint), cancel("the prefill engine never saw the request" if hint else NEVER_SEEN, hint)
+    if hint:
+        registrar.apply(RegistrationAck(**rank()), 0.1)
+    for second in range(1, int(PATIENCE_S)):
+        registrar.apply(replace(BEAT, step_s=float(second)), float(second))
+        assert gone not in registrar.tick(float(second))
+        if second == 40:
+            seen = copy.deepcopy(registrar)
+    assert gone in registrar.tick(PATIENCE_S)
+    seen.apply(RegistrationAck(**rank(), claimed=True), 41.0)
+    assert gone not in seen.tick(PATIENCE_S)
+
+
+def test_the_long_step_of_an_engine_that_was_not_asked_is_not_waited_for() -> None:
+    registrar = new("P")
+    registrar.apply(RegistrationAck(**rank()), 0.0)
+    registrar.apply(replace(BEAT, engine="Q", step_s=4.0), 4.0)
+    assert registrar.tick(UNCLAIMED_S) == [cancel("the prefill engine never saw the request")]
+
+
+def test_what_nobody_in_the_pool_has_is_given_up_after_seconds() -> None:
+    """P4."""
+    registrar = new("")
+    registrar.apply(BEAT, 1.0)
+    assert registrar.tick(UNCLAIMED_S) == [cancel(NEVER_SEEN, "")]
 
 
 def test_a_pooled_registration_goes_to_whoever_claimed_it() -> None:
@@ -236,7 +279,7 @@ def test_a_living_prefill_engine_that_never_saw_the_request_is_not_waited_for() 
     registrar.apply(RegistrationAck(**rank()), 0.1)
     for second in range(1, int(UNCLAIMED_S)):
         registrar.apply(BEAT, float(second))
-        assert registrar.tick(float(second)) == []
+        assert registrar.tick(float(second)) in ([], [PUBLISH])
     assert registrar.tick(UNCLAIMED_S) == [cancel("the prefill engine never saw the request")]
 
 
@@ -421,7 +464,7 @@ class TestFence:
         registrar.apply(Pulse("P", 5, 0, 1), 0.0)
         assert registrar.apply(Register(REGISTRATION, ""), 0.0) == [Publish("", REGISTRATION)]
         at, effects = run_out(registrar)
-        assert (at, effects[-1]) == (7.0, Abandon("d1", "no prefill engine acknowledged the registration" + FENCED))
+        assert (at, effects[-1]) == (7.0, Abandon("d1", NEVER_SEEN + FENCED))
 
 
 def test_an_engine_whose_incarnation_is_unknown_is_given_the_right_when_it_answers() -> None:

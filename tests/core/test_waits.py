@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbus.config import Config
 from kvbus.lease import term_s
 from kvbus.matcher import Matcher
-from kvbus.registrar import UNCLAIMED_S, Registrar
+from kvbus.registrar import Registrar
 from kvbus.router.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "waits.md"
@@ -34,10 +34,9 @@ def test_the_page_says_what_the_code_does() -> None:
     assert bound_of("--max-wait-s") == settings.max_wait_s
     assert bound_of("--first-token-s") == settings.first_token_s
     assert bound_of("the router; at most") == settings.takeover_s
-    assert bound_of("UNCLAIMED_S") == UNCLAIMED_S
     assert bound_of("Registrar(patience_s)") == default(Registrar, "patience_s")
     assert bound_of("Registrar(cancel_timeout_s)") == default(Registrar, "cancel_timeout_s")
     assert bound_of("Matcher(registration_hold_s)") == default(Matcher, "registration_hold_s")
-    for key in ("transfer_timeout_s", "dead_after_s", "block_lease_s"):
+    for key in ("unclaimed_s", "transfer_timeout_s", "dead_after_s", "block_lease_s"):
         assert bound_of(key) == config[key]
     assert bound_of("`write_lease_s`, `max_write_s`") == round(term_s(), 3)

@@ -37,7 +37,7 @@ from kvbus.messages import (
     TransferStarted,
     encode,
 )
-from kvbus.registrar import UNCLAIMED_S
+from kvbus.patience import UNCLAIMED_S
 from kvbus.subjects import Subjects
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

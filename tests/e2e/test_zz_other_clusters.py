@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from support.engines import (
     prompt_tokens,
     say,
 )
+from support.waiting import eventually
 
 from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
 from kvbus.local.model import smollm2
@@ -51,14 +55,48 @@ async def test_unequal_tp_equals_the_reference(
         assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
 
 
-async def test_tiny_pools_with_preemption_equal_the_reference(model: Path, tmp_path: Path, reference: str) -> None:
-    """K6, A9: more requests than blocks on both sides: some wait, some are preempted, none hangs."""
+@pytest.fixture(scope="module")
+def tiny_pools(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "140"]
-    with Cluster(model, tmp_path, arguments=arguments, say=say) as cluster:
-        prompts = [prompt(400 + 60 * number, seed=80 + number) for number in range(12)]
-        expected = [(await complete(reference, ids, 100)).tokens for ids in prompts]
-        got = await asyncio.wait_for(complete_all(cluster.url, prompts, 100), 120)
+    with Cluster(model, tmp_path_factory.mktemp("tiny-pools"), arguments=arguments, say=say) as cluster:
+        yield cluster
+
+
+async def test_tiny_pools_with_preemption_equal_the_reference(tiny_pools: Cluster, reference: str) -> None:
+    """K6, A9: more requests than blocks on both sides: some wait, some are preempted, none hangs."""
+    prompts = [prompt(400 + 60 * number, seed=80 + number) for number in range(12)]
+    expected = [(await complete(reference, ids, 100)).tokens for ids in prompts]
+    got = await asyncio.wait_for(complete_all(tiny_pools.url, prompts, 100), 120)
     assert [each.tokens for each in got] == expected
+
+
+@pytest.mark.parametrize("registration", ["auto", "eager"])
+async def test_unknown_transfers_that_do_not_fit_into_decodes_memory_are_answered_in_seconds(
+    tiny_pools: Cluster, reference: str, registration: str
+) -> None:
+    """P4: sixty legs want five times the blocks that there are; half of them name their prefill engine."""
+    decode = tiny_pools.engines["decode-0"].url
+    prompts = [prompt(200 + 6 * number, seed=500 + number) for number in range(60)]
+    expected = [(await complete(reference, ids)).tokens for ids in prompts]
+
+    def free() -> int:
+        return tiny_pools.observer.engines["decode-0"].free_blocks
+
+    await eventually(lambda: free() == 139)
+
+    async def invented(number: int) -> tuple[tuple[int, ...], float]:
+        started = time.monotonic()
+        params = {"do_remote_prefill": True, "transfer_id": uuid.uuid4().hex, "registration": registration}
+        named = {"prefill_engine_id": "prefill-0"} if number % 2 else {}
+        got = await complete(decode, prompts[number], kv_transfer_params={**params, **named})
+        return got.tokens, time.monotonic() - started
+
+    answers = await asyncio.gather(*(invented(number) for number in range(60)))
+    took = sorted(took_s for _, took_s in answers)
+    print(f"{registration}: 60 unknown transfers answered after {took[0]:.1f} to {took[-1]:.1f} s")
+    assert [tokens for tokens, _ in answers] == expected
+    assert took[-1] < 15
+    await eventually(lambda: free() == 139)
 
 
 CHATS = [
