@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
-
 from kvbus.config import Config
 from kvbus.errors import ConfigError
 from kvbus.messages import Heartbeat, Pairs, Role, State
@@ -171,25 +169,3 @@ def heartbeat_of(vllm_config: Any, vllm_version: str, config: Config) -> Heartbe
         data_parallel=data_parallel,
         data_parallel_rank=rank,
     )
-
-
-def listening_address(pid: int, local_host: str) -> str:
-    """``host:port`` of the HTTP server that started the process ``pid``; empty while it does not listen.
-
-    vLLM does not tell its scheduler which port the API server has, but that server is the scheduler's parent, and it
-    listens only when it is ready. Older ancestors are asked while they are vLLM's: any other one that listens is some
-    supervisor. A wildcard address becomes ``local_host``.
-    """
-    try:
-        for number, process in enumerate(psutil.Process(pid).parents()):
-            if number and not any("vllm" in word.lower() for word in process.cmdline()):
-                return ""
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr:
-                    host = str(connection.laddr.ip)
-                    wildcard = host in ("0.0.0.0", "::")
-                    host = local_host if wildcard else host
-                    return f"[{host}]:{connection.laddr.port}" if ":" in host else f"{host}:{connection.laddr.port}"
-    except psutil.Error:
-        return ""
-    return ""

@@ -25,8 +25,8 @@ from kvbus.registrar import Registrar
 from kvbus.sink import SinkScheduler, serve_metadata, sources_of
 from kvbus.subjects import Subjects
 
+from .address import serving_address
 from .door import Door
-from .identity import listening_address
 from .incoming import BlockRules, Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
@@ -35,6 +35,7 @@ from .timing import Registration
 logger = logging.getLogger(__name__)
 
 ADDRESS_RETRY_S = 0.25
+ADDRESS_TRIES = 240
 IDLE_WAIT_S = 0.005
 
 
@@ -218,6 +219,10 @@ class SchedulerHalf:
         )
 
     def _find_address(self) -> None:
+        tries = 0
         while not self._address and not self._closed.wait(ADDRESS_RETRY_S):
-            self._address = listening_address(self._pid, self.node.bus.local_host or "127.0.0.1")
+            self._address = serving_address(self._pid, self.node.bus.local_host or "127.0.0.1")
+            tries += 1
+            if tries == ADDRESS_TRIES:
+                logger.warning("kvbus: no HTTP server of this engine answers GET /health yet; http_address names one")
         logger.info("kvbus: this engine serves HTTP at %s", self._address)

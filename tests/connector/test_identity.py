@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from kvbus_connector.compat import VllmMismatchError, check_internals, check_version, check_vllm_config
 from kvbus_connector.identity import (
@@ -14,7 +10,6 @@ from kvbus_connector.identity import (
     data_parallel_of,
     digest_of,
     incarnation_of,
-    listening_address,
     name_transfer,
 )
 
@@ -120,35 +115,6 @@ def test_a_data_parallel_rank_says_how_it_is_reached(changes: dict[str, Any], sh
         "data_parallel_hybrid_lb": False,
     }
     assert data_parallel_of(SimpleNamespace(**parallel | changes)) == shared
-
-
-def test_the_http_address_is_found_among_the_ancestors_sockets() -> None:
-    child = psutil.Popen(["sleep", "60"])
-    try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            assert listening_address(child.pid, "10.0.0.1") == f"127.0.0.1:{server.getsockname()[1]}"
-        with socket.create_server(("0.0.0.0", 0)) as server:
-            assert listening_address(child.pid, "10.0.0.1") == f"10.0.0.1:{server.getsockname()[1]}"
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
-            assert listening_address(child.pid, "") == f"[::1]:{server.getsockname()[1]}"
-    finally:
-        child.kill()
-        child.wait()
-    assert listening_address(child.pid, "") == ""
-    assert os.getpid()
-
-
-def test_a_supervisor_that_listens_is_not_the_engine() -> None:
-    """A grandparent's socket must not be taken for the API server's, which is still to come."""
-    child = psutil.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
-    try:
-        grandchild = int(child.stdout.readline())
-        with socket.create_server(("127.0.0.1", 0)):
-            assert listening_address(grandchild, "") == ""
-    finally:
-        psutil.Process(grandchild).kill()
-        child.wait()
-        child.stdout.close()
 
 
 def test_another_vllm_is_refused_with_both_versions() -> None:

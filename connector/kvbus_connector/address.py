@@ -1,0 +1,54 @@
+"""Where this engine's HTTP server is, which vLLM does not tell its scheduler. Blocking: for a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ssl
+from collections.abc import Iterator
+
+import psutil
+
+ANSWER_S = 2.0
+
+
+def serving_address(pid: int, local_host: str) -> str:
+    """``host:port`` of the HTTP server that started the process ``pid``; empty while none is ready.
+
+    That server is the scheduler's parent. It has other sockets that listen, and earlier (data parallel ranks meet
+    there), so the one is taken that answers ``GET /health`` with 200, as vLLM's does when it takes requests. Older
+    ancestors are asked while they are vLLM's: any other one that listens is some supervisor.
+
+    Args:
+        local_host: stands for a wildcard address.
+    """
+    for host, port in _listening(pid):
+        wildcard = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host)
+        if _is_healthy(wildcard or host, port):
+            shown = local_host if wildcard else host
+            return f"[{shown}]:{port}" if ":" in shown else f"{shown}:{port}"
+    return ""
+
+
+def _listening(pid: int) -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(psutil.Error):
+        for number, process in enumerate(psutil.Process(pid).parents()):
+            if number and not any("vllm" in word.lower() for word in process.cmdline()):
+                return
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                    yield str(connection.laddr.ip), int(connection.laddr.port)
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    """Whether it says so, by TLS if it does not speak without; whom it can show to be is the routers' question."""
+    return _answers(http.client.HTTPConnection(host, port, timeout=ANSWER_S)) or _answers(
+        http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=ssl._create_unverified_context())
+    )
+
+
+def _answers(connection: http.client.HTTPConnection) -> bool:
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    return False
