@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import multiprocessing.util
 import os
 import sys
 import time
@@ -24,7 +25,7 @@ from kvbus.last_words import VARIABLE, new_file, read_once
 logger = logging.getLogger(__name__)
 
 MAX_CHARS = 2000
-TRACKER_TIMEOUT_S = 2.0
+CHILDREN_S, TRACKER_S = 10.0, 5.0
 
 
 def arrange() -> None:
@@ -36,6 +37,7 @@ def arrange() -> None:
 
     def tell() -> None:
         if os.getpid() == pid and (reason := read_once(path)):  # a forked child inherits this hook, too
+            _end_children()
             _let_tracker_speak()
             print(reason, file=sys.stderr, flush=True)  # noqa: T201
 
@@ -57,6 +59,18 @@ def told() -> Iterator[None]:
         raise
 
 
+def _end_children() -> None:
+    """End what this process has started, which would speak after us and hold the resource tracker's pipe; then
+    multiprocessing does what it would do after us: it frees what the tracker must not free first."""
+    children, deadline = multiprocessing.active_children(), time.monotonic() + CHILDREN_S
+    for child in children:
+        child.terminate()
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+
+
 def _let_tracker_speak() -> None:
     """Let multiprocessing's resource tracker say what was leaked before us; it ends when its pipe is closed."""
     tracker: Any = getattr(resource_tracker, "_resource_tracker", None)
@@ -64,7 +78,7 @@ def _let_tracker_speak() -> None:
     if fd is None or pid is None:
         return
     tracker._fd = tracker._pid = None
-    deadline = time.monotonic() + TRACKER_TIMEOUT_S  # others may hold the pipe, too
+    deadline = time.monotonic() + TRACKER_S  # others may hold the pipe, too
     with contextlib.suppress(OSError):
         os.close(fd)
         while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:

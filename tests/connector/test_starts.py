@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from kvbus_connector import plugin
 from kvbus_connector.backends import check_backends, missing_libraries
 
 from kvbus.errors import ConfigError
 from kvbus.last_words import VARIABLE
 
-# The grandchild finds it, by fork; another one later; the parent ends with noise of its own.
+# The grandchild finds it, by fork; another one later; a child goes on and ends slowly; the parent ends with noise of
+# its own.
 PROGRAM = """
-import multiprocessing, sys
+import multiprocessing, signal, sys, time
 from multiprocessing import shared_memory
 from kvbus.errors import ConfigError
 from kvbus_connector import reason
@@ -33,12 +35,22 @@ def engine():
         child.join()
     raise RuntimeError("noise of the engine")
 
+def slow(ready):
+    signal.signal(signal.SIGTERM, lambda *_: (time.sleep(3), sys.exit("noise of a slow child")))
+    ready.set()
+    signal.pause()
+
 if __name__ == "__main__":
     reason.arrange()
     reason.arrange()
     child = multiprocessing.get_context(sys.argv[1]).Process(target=engine)
     child.start()
     child.join()
+    if len(sys.argv) > 2:
+        context = multiprocessing.get_context(sys.argv[1])
+        ready = context.Event()
+        context.Process(target=slow, args=(ready,)).start()
+        ready.wait()
     leaked = shared_memory.SharedMemory(create=True, size=1)
     raise RuntimeError("noise of the API server")
 """
@@ -68,6 +80,14 @@ def test_what_the_first_process_found_is_printed_last(tmp_path: Path, method: st
     assert "RuntimeError: noise of the API server" in lines
     assert any("leaked shared_memory" in line for line in lines[:-1])
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"], "nothing is left behind"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_process_that_ends_slowly_does_not_speak_after_it(tmp_path: Path, method: str) -> None:
+    """Another rank of the same engine, for one, which found nothing wrong."""
+    lines = run(tmp_path, method, "slow").stderr.splitlines()
+    assert lines[-1] == LINE
+    assert "noise of a slow child" in lines
 
 
 def test_a_parent_that_prints_it_gets_it(tmp_path: Path) -> None:
@@ -117,3 +137,25 @@ class TestBackends:
 
     def test_nixl_does_not_say_why(self, tmp_path: Path) -> None:
         assert "there is no plugin FABRIC" in self.check("FABRIC", folders=[tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen_by_vllm", "layout"),
+    [(None, None, "DS"), (None, "SD", "DS"), ("SD", None, "SD"), ("DS", None, "DS")],
+)
+def test_the_state_layout_is_ours_unless_the_user_named_one(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, chosen_by_vllm: str | None, layout: str
+) -> None:
+    """P6: vLLM chooses SD on a CPU that multiplies bfloat16, after plugins are loaded, before connectors are; processes
+    that inherit its choice load the plugin again."""
+    for name in (plugin.STATE_LAYOUT, plugin.WANTED_LAYOUT):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    if given is not None:
+        monkeypatch.setenv(plugin.STATE_LAYOUT, given)
+    plugin.note_state_layout()
+    if chosen_by_vllm is not None:
+        monkeypatch.setenv(plugin.STATE_LAYOUT, chosen_by_vllm)
+    plugin.note_state_layout()
+    plugin.choose_state_layout()
+    assert os.environ[plugin.STATE_LAYOUT] == layout
