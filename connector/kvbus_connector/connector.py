@@ -29,6 +29,7 @@ from kvbus.subjects import check_token
 from . import nixl_plane, reason
 from .compat import check_version, check_vllm_config
 from .identity import engine_secret, heartbeat_of
+from .plugin import choose_state_layout
 from .prometheus import BusPromMetrics, BusStats, Meter
 from .scheduler import SchedulerHalf
 from .step import StepPlan
@@ -42,9 +43,8 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-# NIXL can cut the convolution states of Mamba layers by rank in this layout only. vLLM imports this module in each
-# process, and only where it is the connector, before anything asks for the layout; other layers do not ask.
-os.environ.setdefault("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+# vLLM imports this module in each process, and only where it is the connector, before anything asks for the layout.
+choose_state_layout()
 
 _PREFILLED = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
