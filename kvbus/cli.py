@@ -386,7 +386,9 @@ def sim(
         typer.Option(help="How many requests, over lives of 200 each. Default: 10,000; in real time 1,000.", min=1),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the first life; the next ones count on.")] = 1,
-    faults: Annotated[str, typer.Option(help="all, none, bus, partition, kill, restart, rebind or abort.")] = "all",
+    faults: Annotated[
+        str, typer.Option(help="all, none, bus, partition, kill, restart, rebind, abort or forge.")
+    ] = "all",
     bus: Annotated[
         str,
         typer.Option(

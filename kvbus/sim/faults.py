@@ -17,6 +17,7 @@ class Faults:
         stall_every_s: nothing reaches an engine for a while, then everything does: a slow consumer.
         stuck: a WRITE never ends by itself.
         junk: a decode engine registers blocks that it does not have.
+        forge_every_s: somebody says what it has changed of something heard; needs a bus on which engines have keys.
         rebind: the router gives a request to another prefill engine, or anew to the same, though the first one lives.
     """
 
@@ -28,6 +29,7 @@ class Faults:
     outage_every_s: float = 0.0
     freeze_every_s: float = 0.0
     stall_every_s: float = 0.0
+    forge_every_s: float = 0.0
     abort: float = 0.0
     write_failure: float = 0.0
     stuck: float = 0.0
@@ -66,6 +68,7 @@ KINDS = {
     "restart": replace(CALM, kill_every_s=4.0, late=0.3, double=0.3, mean_write_s=0.5),
     "rebind": replace(CALM, rebind=0.5, late=0.1, double=0.3, write_failure=0.2),
     "abort": replace(CALM, abort=0.4, mean_write_s=0.5),
+    "forge": replace(CALM, forge_every_s=0.0005, late=0.05, double=0.05, abort=0.1, rebind=0.1, mean_write_s=0.1),
 }
 
 

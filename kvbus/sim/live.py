@@ -7,6 +7,7 @@ one before.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvbus.sim.life import TRANSFERS_PER_LIFE, Account, Play
 from kvbus.sim.live_bus import MemoryServer, RealServer, Server
 from kvbus.sim.live_engine import LiveEngine
 from kvbus.sim.live_stage import LiveStage, LogEar
+from kvbus.sim.lying import lying
 from kvbus.sim.plane import Fabric
 from kvbus.sim.stage import LIVE, Scene
 from kvbus.sim.weather import Weather
@@ -66,7 +68,10 @@ async def _live(
             if not _acquainted(engines):
                 raise Violation(f"engines do not know each other after {MEET_S} s")
             stage.faults = faults
-            return await _perform(play, stage, progress)
+            async with contextlib.AsyncExitStack() as liar:
+                if faults.forge_every_s:
+                    await liar.enter_async_context(lying(server.make_bus("forger"), stage, seed))
+                return await _perform(play, stage, progress)
         finally:
             await stage.close()
             await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)

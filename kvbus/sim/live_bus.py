@@ -61,28 +61,28 @@ class FaultyBus:
         if self._cut_off:
             return False
         self._stage.counts["messages"] += 1
-        return self._inner.publish(subject, self._seal(payload))
+        return self._inner.publish(subject, wrap(self._host, payload))
 
     async def subscribe(self, subject: str, callback: Callback) -> None:
-        def on_payload(actual_subject: str, sealed: bytes) -> None:
-            sender, payload = _unseal(sealed)
+        def on_payload(actual_subject: str, wrapped: bytes) -> None:
+            sender, payload = unwrap(wrapped)
             for delay_s in self._weather.copies(sender, self._host):
                 self._deliver(delay_s, lambda: callback(actual_subject, payload))
 
         await self._inner.subscribe(subject, on_payload)
 
     async def serve(self, subject: str, handler: Handler) -> None:
-        def on_request(actual_subject: str, sealed: bytes) -> bytes | None:
-            sender, payload = _unseal(sealed)
+        def on_request(actual_subject: str, wrapped: bytes) -> bytes | None:
+            sender, payload = unwrap(wrapped)
             if self._cut_off or not self._weather.copies(sender, self._host):
                 return None
             answer = handler(actual_subject, payload)
-            return self._seal(answer) if answer is not None else None
+            return wrap(self._host, answer) if answer is not None else None
 
         await self._inner.serve(subject, on_request)
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
-        sender, answer = _unseal(await self._inner.request(subject, self._seal(payload), timeout_s))
+        sender, answer = unwrap(await self._inner.request(subject, wrap(self._host, payload), timeout_s))
         delays_s = self._weather.copies(sender, self._host)
         if not delays_s or delays_s[0] > timeout_s:
             raise BusUnavailableError(f"no answer on {subject}: lost")
@@ -111,12 +111,15 @@ class FaultyBus:
         else:
             self._stage.guard(unless_cut_off)
 
-    def _seal(self, payload: bytes) -> bytes:
-        return self._host.encode() + b"\0" + payload
+
+def wrap(host: str, payload: bytes) -> bytes:
+    """What a :class:`FaultyBus` of this host sends."""
+    return host.encode() + b"\0" + payload
 
 
-def _unseal(sealed: bytes) -> tuple[str, bytes]:
-    sender, _, payload = sealed.partition(b"\0")
+def unwrap(wrapped: bytes) -> tuple[str, bytes]:
+    """The host that sent it, and its payload."""
+    sender, _, payload = wrapped.partition(b"\0")
     return sender.decode(), payload
 
 

@@ -103,9 +103,9 @@ class PlayedPrefill(Played):
     def release(self, request_ids: Sequence[str]) -> None:
         """A rank no longer reads the blocks of these."""
         for request_id in request_ids:
+            if request_id not in self._held:
+                raise Violation(f"{self.own.engine} released {request_id:.64}, which it does not hold: vLLM dies of it")
             self._released[request_id] += 1
-            if self._released[request_id] > self.own.tp_size:
-                raise Violation(f"{self.own.engine} released {request_id} twice")
             if self._released[request_id] == self.own.tp_size:
                 self.arena.give_back(self._held.pop(request_id))
         self.tick()

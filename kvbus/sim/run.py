@@ -36,6 +36,8 @@ def run_lives(seed: int, transfers: int, kind: str, progress: Callable[[int], No
     faults = faults_of(kind)
     if bus not in BUSES:
         raise ConfigError("--bus", bus, ", ".join(BUSES))
+    if bus == "virtual" and faults.forge_every_s:
+        raise ConfigError("--faults", kind, "with --bus memory or --bus nats, where engines have keys")
     account = Account(0, Counter(), 0.0)
     while account.transfers < transfers:
         count = min(TRANSFERS_PER_LIFE, transfers - account.transfers)

@@ -8,7 +8,10 @@ from dataclasses import replace
 import pytest
 
 from kvbus.errors import ConfigError
+from kvbus.keys import Keys
 from kvbus.lease import SinkLease
+from kvbus.messages import PrefillCompleted
+from kvbus.rank import Item, Overheard, Rank
 from kvbus.sim.faults import ALL_FAULTS, CALM, KINDS
 from kvbus.sim.live import live_once
 from kvbus.sim.run import LawBrokenError, run_lives
@@ -51,6 +54,41 @@ def test_a_shell_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SinkScheduler, "_hear_heartbeat", lambda self, heartbeat: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         live_once(1, CALM, "memory", 10)
+
+
+def test_no_law_is_broken_by_a_forger() -> None:
+    """P3: one that hears everything, has no key, and says ten times as much as the engines."""
+    counts = live_once(1, KINDS["forge"], "memory", 60).counts
+    assert counts["messages forged"] > 500
+    assert counts["pushed"] > 20
+
+
+class TestAForgerFinds:
+    """Within the first of some lives, as a rule within a second."""
+
+    def lives(self) -> str:
+        with pytest.raises(LawBrokenError) as caught:
+            run_lives(1, 1000, "forge", lambda _: None, "memory")
+        return str(caught.value)
+
+    def test_engines_that_believe_everything(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Keys, "believes", lambda *_: True)
+        assert "kvbus sim --bus memory --seed" in self.lives()
+
+    def test_an_engine_that_believes_a_completion_on_the_bus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        handle = Rank.handle
+
+        def believe(rank: Rank, item: Item, came_at: float | None = None) -> None:
+            handle(rank, item.word if isinstance(item, Overheard) else item, came_at)
+
+        monkeypatch.setattr(PrefillCompleted, "SEALED", False)
+        monkeypatch.setattr(Rank, "handle", believe)
+        assert "which it does not hold: vLLM dies of it" in self.lives()
+
+
+def test_a_forger_needs_a_bus_with_keys() -> None:
+    with pytest.raises(ConfigError, match=r"--faults='forge'; allowed: with --bus memory or --bus nats"):
+        run_lives(1, 10, "forge", lambda _: None)
 
 
 def test_an_unknown_bus_is_refused() -> None:
