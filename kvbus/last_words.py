@@ -7,7 +7,8 @@ import secrets
 import tempfile
 from pathlib import Path
 
-VARIABLE = "KVBUS_REASON_FILE"
+VARIABLE = "KVBUS_REASON_FILE"  # for the processes of one engine
+ASKED = "KVBUS_REASON_FILE_OF_PARENT"  # for its first one, from a parent that prints what is in it
 
 
 def new_file() -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import multiprocessing
 import os
 import signal
 import threading
@@ -31,9 +33,11 @@ def register() -> None:
         KVConnectorFactory.register_connector(CONNECTOR_NAME, "kvbus_connector.connector", CONNECTOR_NAME)
 
 
+@functools.cache
 def note_state_layout() -> None:
     """Remember what the user named, before vLLM sets what suits this CPU; the engine's other processes inherit both."""
-    os.environ.setdefault(WANTED_LAYOUT, os.environ.get(STATE_LAYOUT, "DS"))
+    if multiprocessing.parent_process() is None:
+        os.environ[WANTED_LAYOUT] = os.environ.get(STATE_LAYOUT, "DS")
 
 
 def choose_state_layout() -> None:

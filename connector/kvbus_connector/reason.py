@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import multiprocessing.util
 import os
@@ -20,7 +21,7 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from kvbus.errors import KVBusError
-from kvbus.last_words import VARIABLE, new_file, read_once
+from kvbus.last_words import ASKED, VARIABLE, new_file, read_once
 
 logger = logging.getLogger(__name__)
 
@@ -28,9 +29,14 @@ MAX_CHARS = 2000
 CHILDREN_S, TRACKER_S = 10.0, 5.0
 
 
+@functools.cache
 def arrange() -> None:
-    """Let this process print the reason when it ends, unless an older one does; before vLLM starts others."""
-    if VARIABLE in os.environ:
+    """Let an engine's first process print the reason when it ends, unless ``kvbus engine`` does; before vLLM starts
+    others. One that was started by an unrelated program in which vLLM was loaded, too, is an engine's first."""
+    if multiprocessing.parent_process() is not None:
+        return
+    if asked := os.environ.pop(ASKED, ""):
+        os.environ[VARIABLE] = asked
         return
     path, pid = new_file(), os.getpid()
     os.environ[VARIABLE] = path

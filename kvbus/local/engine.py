@@ -20,7 +20,7 @@ from typing import Any
 from kvbus.bus import NatsBus
 from kvbus.config import Config
 from kvbus.errors import KVBusError
-from kvbus.last_words import VARIABLE, new_file, read_once
+from kvbus.last_words import ASKED, new_file, read_once
 from kvbus.local.cluster import EngineSpec, engine_command, engine_environment
 from kvbus.local.drain import drain
 from kvbus.local.model import check_model_dir
@@ -83,7 +83,7 @@ def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
     reason_file = new_file()
     child = subprocess.Popen(
         engine_command(spec, plan.host, plan.port),
-        env={**engine_environment(spec), **os.environ, VARIABLE: reason_file},
+        env={**engine_environment(spec), **os.environ, ASKED: reason_file},
         process_group=0,
     )
     while child.poll() is None:

@@ -13,7 +13,7 @@ from kvbus_connector import plugin
 from kvbus_connector.backends import check_backends, missing_libraries
 
 from kvbus.errors import ConfigError
-from kvbus.last_words import VARIABLE
+from kvbus.last_words import ASKED, VARIABLE
 
 # The grandchild finds it, by fork; another one later; a child goes on and ends slowly; the parent ends with noise of
 # its own.
@@ -92,10 +92,17 @@ def test_a_process_that_ends_slowly_does_not_speak_after_it(tmp_path: Path, meth
 
 def test_a_parent_that_prints_it_gets_it(tmp_path: Path) -> None:
     file = tmp_path / "reason"
-    done = run(tmp_path, "fork", **{VARIABLE: str(file)})
+    done = run(tmp_path, "fork", **{ASKED: str(file)})
     assert LINE not in done.stderr.splitlines()[-1]
     assert file.read_text() == LINE
     assert file.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_parent_that_has_loaded_vllm_and_prints_nothing(tmp_path: Path, method: str) -> None:
+    """A launcher in Python, for one, or these tests: the reason is the engine's, not theirs."""
+    done = run(tmp_path, method, **{VARIABLE: str(tmp_path / "of another")})
+    assert done.stderr.splitlines()[-1] == LINE
 
 
 class TestBackends:
@@ -148,11 +155,12 @@ def test_the_state_layout_is_ours_unless_the_user_named_one(
 ) -> None:
     """P6: vLLM chooses SD on a CPU that multiplies bfloat16, after plugins are loaded, before connectors are; processes
     that inherit its choice load the plugin again."""
-    for name in (plugin.STATE_LAYOUT, plugin.WANTED_LAYOUT):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
+    monkeypatch.setenv(plugin.WANTED_LAYOUT, "DS")  # a program that had loaded vLLM, too, started this engine
+    monkeypatch.setenv(plugin.STATE_LAYOUT, "")
+    monkeypatch.delenv(plugin.STATE_LAYOUT)
     if given is not None:
         monkeypatch.setenv(plugin.STATE_LAYOUT, given)
+    plugin.note_state_layout.cache_clear()
     plugin.note_state_layout()
     if chosen_by_vllm is not None:
         monkeypatch.setenv(plugin.STATE_LAYOUT, chosen_by_vllm)

@@ -78,7 +78,7 @@ def test_an_engine_that_ends_by_itself_is_a_failure(model: Path, code: int, stat
 
 def test_what_one_of_its_processes_found_wrong_is_the_last_line(model: Path) -> None:
     """P5"""
-    finds = "from kvbus_connector import reason\nwith reason.told(): raise ValueError('the\\n value')"
+    finds = "from kvbus_connector import reason\nreason.arrange()\nwith reason.told(): raise ValueError('the\\n value')"
     with running(model, f"{finds}") as child:
         output = child.communicate(timeout=20)[0]
     assert child.returncode == 1
