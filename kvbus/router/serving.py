@@ -42,6 +42,7 @@ DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
 UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
 """Asks proxies between us and the client to pass a stream on as it comes."""
+WAITING, WAITING_S = b": waiting\n\n", 15.0
 # Of a prefill engine: it has not got the model (any more), or not this API. No word on the request.
 NO_VERDICT = frozenset({404, 405, 501})
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
@@ -75,6 +76,7 @@ class Serving:
         self._old: set[asyncio.Task[None]] = set()
         self._whole: Answer | None = None
         self._stream: Stream | None = None
+        self._opened: web.StreamResponse | None = None
         self._decode_leg_sent_at = 0.0
         self._ended = "client left"
         self._result: flying.PassOn | flying.Refuse | flying.Fail | None = None
@@ -85,7 +87,7 @@ class Serving:
         try:
             self._perform(self._flight.begin(self._choice()))
             while self._result is None:
-                event = await self._events.get()
+                event = await self._next_event(request)
                 if isinstance(event, BaseException):
                     raise event
                 self._perform(self._flight.apply(event, self._choice()))
@@ -100,6 +102,23 @@ class Serving:
                 task.cancel()
             self._job.mark(MarkName.ENDED, note=self._ended)
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _next_event(self, request: web.Request) -> flying.Event | BaseException:
+        """A client that waits for a stream hears a comment now and then, so that no proxy takes it for dead."""
+        while True:
+            try:
+                async with asyncio.timeout(WAITING_S if self._job.body.get("stream") is True else None):
+                    return await self._events.get()
+            except TimeoutError:
+                if self._opened is None:
+                    headers = {
+                        "Content-Type": "text/event-stream",
+                        TRANSFER_HEADER: self._job.transfer_id,
+                        **UNBUFFERED,
+                    }
+                    self._opened = web.StreamResponse(headers=headers)
+                    await self._opened.prepare(request)
+                await self._opened.write(WAITING)
 
     def engine_left(self, engine: str, incarnation: int, why: str) -> None:
         """Called for each engine that leaves the bus."""
@@ -240,30 +259,36 @@ class Serving:
     ) -> web.StreamResponse:
         match result:
             case flying.Refuse(answer):
-                return self._respond_whole(answer)
+                return await self._respond_whole(answer)
             case flying.Fail(engine, why):
-                return self._respond_whole(error(502, f"decode engine {engine}: {why}", BAD_GATEWAY))
+                return await self._respond_whole(error(502, f"decode engine {engine}: {why}", BAD_GATEWAY))
             case flying.PassOn() if self._stream is not None:
                 return await self._pass_on(request, self._stream)
             case flying.PassOn():
                 assert self._whole is not None
-                return self._respond_whole(self._whole)
+                return await self._respond_whole(self._whole)
 
-    def _respond_whole(self, answer: Answer) -> web.Response:
+    async def _respond_whole(self, answer: Answer) -> web.StreamResponse:
         self._ended = str(answer.status)
         if answer.status < 400:
             self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
         self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
+        if self._opened is not None:  # its status has gone out
+            named = self._job.dialect.named_events
+            await self._opened.write(error_event(b" ".join(answer.body.splitlines()), named=named))
+            await self._opened.write_eof()
+            return self._opened
         return web.Response(status=answer.status, body=answer.body, headers=self._marked(answer.headers))
 
     async def _pass_on(self, request: web.Request, stream: Stream) -> web.StreamResponse:
         status, headers = stream.answer.status, self._marked(upstream.returned(stream.answer))
         for name, value in UNBUFFERED.items():
             headers.setdefault(name, value)
-        response = web.StreamResponse(status=status, headers=headers)
+        response = web.StreamResponse(status=status, headers=headers) if self._opened is None else self._opened
         self._meters.began(time.monotonic() - self._job.arrived_at)
         begun = False
-        await response.prepare(request)
+        if self._opened is None:
+            await response.prepare(request)
         try:
             async for chunk in stream:
                 await response.write(chunk)

@@ -11,7 +11,7 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router import passing, streaming
+from kvbus.router import passing, serving, streaming
 from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
@@ -31,6 +31,11 @@ async def asked(front: Front, *names: str) -> tuple[FakeApi, FakeApi]:
 def hold(front: Front, names: str) -> None:
     for name in names:
         front[name].hold.clear()
+
+
+def hold_no_more(front: Front, names: str) -> None:
+    for name in names:
+        front[name].hold.set()
 
 
 @pytest.mark.parametrize("how", ["killed", "status 503", "left", "failed WRITE", "refused"])
@@ -274,6 +279,63 @@ async def test_a_stream_without_a_token_is_not_waited_for_for_ever() -> None:
         answer = await asking
         assert (answer.status, answer.headers[DECODE_HEADER]) == (200, other.name)
         await eventually(lambda: stuck.cancelled == 1)
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "WAITING_S", 0.05)
+
+
+@pytest.mark.usefixtures("short_waits")
+class TestWhoWaitsForAStream:
+    """R15: proxies give a connection up on which nothing comes."""
+
+    async def test_hears_that_somebody_is_there(self) -> None:
+        async with fronted("P", "D") as front:
+            hold(front, "PD")
+            front["D"].stream = [TOKEN_EVENT, END]
+            answer = await front.client.post("/v1/chat/completions", json={"model": "m", "stream": True})
+            assert (answer.status, answer.content_type) == (200, "text/event-stream")
+            for _ in range(3):
+                assert await answer.content.readuntil(b"\n\n") == serving.WAITING
+            hold_no_more(front, "PD")
+            assert (await answer.content.read()).replace(serving.WAITING, b"") == TOKEN_EVENT + END
+            assert await front.metric('kvbus_router_requests_total{outcome="ok"}') == 1
+
+    async def test_is_told_in_the_stream_what_went_wrong(self) -> None:
+        async with fronted("P", "D") as front:
+            hold(front, "PD")
+            answer = await front.client.post("/v1/chat/completions", json={"model": "m", "stream": True})
+            front["D"].status, front["D"].body = 400, b'{"error": {"message": "too\\nlong",\n"code": 400}}'
+            hold_no_more(front, "PD")
+            rest = (await answer.content.read()).replace(serving.WAITING, b"")
+            assert json.loads(rest.strip().removeprefix(b"data: "))["error"] == {"message": "too\nlong", "code": 400}
+            assert await front.metric('kvbus_router_requests_total{outcome="client_error"}') == 1
+
+    async def test_may_go(self) -> None:
+        async with fronted("P", "D") as front:
+            hold(front, "PD")
+            answer = await front.client.post("/v1/chat/completions", json={"model": "m", "stream": True})
+            await answer.content.readuntil(b"\n\n")
+            answer.close()
+            await eventually(lambda: front["D"].cancelled == 1)
+            assert await front.metric('kvbus_router_requests_total{outcome="client_left"}') == 1
+
+    async def test_gets_a_status_if_it_is_known_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(serving, "WAITING_S", 30.0)
+        async with fronted("P", "D") as front:
+            front["D"].status = 400
+            answer = await front.ask(stream=True)
+            assert answer.status == 400
+
+    async def test_without_a_stream_hears_nothing(self) -> None:
+        async with fronted("P", "D") as front:
+            hold(front, "PD")
+            asking = front.ask()
+            await eventually(lambda: front["D"].requests)
+            await asyncio.sleep(4 * serving.WAITING_S)
+            hold_no_more(front, "PD")
+            assert (await asking).text == '{"ok": true}'
 
 
 async def test_the_bound_on_takeovers() -> None:
