@@ -77,6 +77,7 @@ def router(
     first_token_s: Annotated[
         float, seconds(help="How long an engine may take for a stream's first token before another takes over.")
     ] = 600,
+    answer_s: Annotated[float, seconds(help="Likewise for an answer that is not streamed.")] = 3600,
     max_takeovers: Annotated[
         int, typer.Option(help="How many engines may be lost in one request before the client gets an error.")
     ] = 3,
@@ -128,6 +129,7 @@ def router(
             max_bodies_mib=max_bodies_mib,
             access_log=access_log,
             first_token_s=first_token_s,
+            answer_s=answer_s,
             max_takeovers=max_takeovers,
             notice_s=notice_s,
             grace_s=grace_s,

@@ -250,7 +250,7 @@ class Router:
         begun = Flight(source, sink, settings.max_takeovers, settings.takeover_s)
         job = Job(request.path, dialect, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
         outside = (self._node, self._session, self._loads, self._meters, self._names)
-        serving = Serving(job, begun, choice, *outside, settings.first_token_s)
+        serving = Serving(job, begun, choice, *outside, settings.first_token_s, settings.answer_s)
         self._servings[transfer_id] = serving
         try:
             return await serving.run(request)

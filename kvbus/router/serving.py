@@ -54,6 +54,7 @@ class Serving:
     Args:
         choice: what can be chosen now.
         first_token_s: how long a decode engine may take for a stream's first token, seconds.
+        answer_s: likewise for an answer that is not streamed.
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class Serving:
         meters: Meters,
         names: Names,
         first_token_s: float,
+        answer_s: float,
     ) -> None:
         self._job, self._flight, self._choice = job, begun, choice
         self._node, self._session, self._loads, self._meters, self._names = node, session, loads, meters, names
-        self._first_token_s = first_token_s
+        self._first_token_s, self._answer_s = first_token_s, answer_s
         self._events: asyncio.Queue[flying.Event | BaseException] = asyncio.Queue()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._old: set[asyncio.Task[None]] = set()
@@ -203,7 +205,9 @@ class Serving:
     async def _decode(self, send: flying.SendDecode) -> None:
         engine, attempt, job = send.sink, send.attempt, self._job
         # Whoever streams can be told from whoever is stuck; without a stream the first byte is the last.
-        patience = asyncio.timeout(self._first_token_s if job.body.get("stream") is True else None)
+        streams = job.body.get("stream") is True
+        patience_s = self._first_token_s if streams else self._answer_s
+        patience = asyncio.timeout(patience_s)
         with self._loads.counted(engine, job.tokens):
             try:
                 async with (
@@ -226,7 +230,7 @@ class Serving:
                         await asyncio.Event().wait()  # it stays open, and the engine counted, until the client has it
             except upstream.LOST as failure:
                 self._loads.suspect(engine)
-                late = f"no token within {self._first_token_s:g} s"
+                late = f"no {'token' if streams else 'answer'} within {patience_s:g} s"
                 why = late if patience.expired() else upstream.why(failure)
                 self._events.put_nowait(flying.SinkLost(attempt, why))
 

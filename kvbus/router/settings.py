@@ -23,6 +23,7 @@ class Settings:
     max_body_mib: int = 32
     max_bodies_mib: int = 512
     first_token_s: float = 600.0
+    answer_s: float = 3600.0
     max_takeovers: int = 3
     notice_s: float = 5.0
     grace_s: float = 45.0

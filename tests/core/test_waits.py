@@ -33,6 +33,7 @@ def test_the_page_says_what_the_code_does() -> None:
     settings = Settings()
     assert bound_of("--max-wait-s") == settings.max_wait_s
     assert bound_of("--first-token-s") == settings.first_token_s
+    assert bound_of("--answer-s") == settings.answer_s
     assert bound_of("the router; at most") == settings.takeover_s
     assert bound_of("Registrar(patience_s)") == default(Registrar, "patience_s")
     assert bound_of("Registrar(cancel_timeout_s)") == default(Registrar, "cancel_timeout_s")

@@ -267,13 +267,15 @@ async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
         front["D"].hold_rest.set()
 
 
-async def test_a_stream_without_a_token_is_not_waited_for_for_ever() -> None:
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_engine_that_is_stuck_is_not_waited_for_for_ever(stream: bool) -> None:
     """Its heartbeats go on, and its HTTP server is stuck."""
-    async with fronted("P", "D", "E", settings=Settings(first_token_s=0.3)) as front:
+    settings = Settings(first_token_s=0.3) if stream else Settings(answer_s=0.3)
+    async with fronted("P", "D", "E", settings=settings) as front:
         for api in (front["D"], front["E"]):
             api.stream = [TOKEN_EVENT, END]
             api.hold.clear()
-        asking = front.ask(stream=True)
+        asking = front.ask(stream=stream)
         stuck, other = await asked(front, "D", "E")
         other.hold.set()
         answer = await asking
