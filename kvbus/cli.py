@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,13 @@ app = typer.Typer(
 
 Port = Annotated[int, typer.Option(help="The router's port.", min=1, max=65535)]
 ModelDir = Annotated[Path | None, typer.Option("--model", help="A model's folder. Default: SmolLM2-135M-Instruct.")]
+
+
+class LogLevel(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def _log(level: int) -> None:
@@ -67,6 +75,7 @@ def router(
     max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
     max_wait_s: Annotated[float, seconds(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
+    log_level: Annotated[LogLevel, typer.Option(help="What of its own the router says on stderr.")] = LogLevel.INFO,
     access_log: Annotated[
         str, typer.Option(help="off, text or json: a line on stdout for each request that has ended.")
     ] = "off",
@@ -117,7 +126,7 @@ def router(
     from kvbus.router.running import run_router
     from kvbus.router.settings import Settings
 
-    _log(logging.INFO)
+    _log(logging.getLevelNamesMapping()[log_level.name])
     with clear_errors():
         config = Config(nats_url=nats_url, namespace=namespace)
         settings = Settings(

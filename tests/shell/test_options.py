@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import logging
+from collections.abc import Coroutine, Iterator
 from typing import Any, get_type_hints
 
 import pytest
 import typer.main
+import uvloop
 from typer.testing import CliRunner
 
+from kvbus import cli
 from kvbus.cli import app
 from kvbus.errors import ConfigError
 from kvbus.router.settings import Settings
@@ -54,3 +57,18 @@ def test_no_number(name: str, option: str, value: str) -> None:
 def test_the_routers_settings(value: float) -> None:
     with pytest.raises(ConfigError, match="max_wait_s"):
         Settings(max_wait_s=value)
+
+
+@pytest.mark.parametrize(("words", "level"), [([], logging.INFO), (["--log-level", "warning"], logging.WARNING)])
+def test_the_routers_log_level(monkeypatch: pytest.MonkeyPatch, words: list[str], level: int) -> None:
+    """R18"""
+    levels: list[int] = []
+
+    def end(coroutine: Coroutine[Any, Any, int]) -> int:
+        coroutine.close()
+        return 0
+
+    monkeypatch.setattr(cli, "_log", levels.append)
+    monkeypatch.setattr(uvloop, "run", end)
+    assert CliRunner().invoke(app, ["router", "--nats-url", "nats://h:1", *words]).exit_code == 0
+    assert levels == [level]
