@@ -75,6 +75,10 @@ def router(
     max_queue: Annotated[int, typer.Option(help="How many may wait; to others the router answers 429.")] = 1024,
     max_wait_s: Annotated[float, seconds(help="How long one may wait; after that the router answers 503.")] = 30,
     max_body_mib: Annotated[int, typer.Option(help="The largest request.")] = 32,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded-For and API keys count; repeatable."),
+    ] = None,
     log_level: Annotated[LogLevel, typer.Option(help="What of its own the router says on stderr.")] = LogLevel.INFO,
     access_log: Annotated[
         str, typer.Option(help="off, text or json: a line on stdout for each request that has ended.")
@@ -137,6 +141,7 @@ def router(
             max_body_mib=max_body_mib,
             max_bodies_mib=max_bodies_mib,
             access_log=access_log,
+            trusted_proxies=tuple(trusted_proxy or ()),
             first_token_s=first_token_s,
             answer_s=answer_s,
             max_takeovers=max_takeovers,

@@ -15,6 +15,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from kvbus.errors import ConfigError
+from kvbus.router.clients import Clients
 from kvbus.router.headers import REQUEST_ID
 
 FORMS = ("off", "text", "json")
@@ -34,10 +35,10 @@ class Access:
         ConfigError: there is no such form.
     """
 
-    def __init__(self, form: str, count: Callable[[str, str, int], None]) -> None:
+    def __init__(self, form: str, count: Callable[[str, str, int], None], clients: Clients) -> None:
         if form not in FORMS:
             raise ConfigError("--access-log", form, ", ".join(FORMS))
-        self._form, self._count = form, count
+        self._form, self._count, self._clients = form, count, clients
         self._logger = logging.getLogger("kvbus.access")
         if form == "off":
             return
@@ -64,7 +65,7 @@ class Access:
         headers = response.headers if response is not None else {}
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "client": request.remote or "",
+            "client": self._clients.address(request.headers, request.remote),
             "method": request.method,
             "path": request.path[:256],
             "status": status,

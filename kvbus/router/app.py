@@ -32,6 +32,7 @@ from kvbus.router.access import Access
 from kvbus.router.answers import NOT_FOUND, error
 from kvbus.router.asking import Asker
 from kvbus.router.choose import Choice, key_of
+from kvbus.router.clients import Clients
 from kvbus.router.dialects import CHAT, RESPONSES, Body, Dialect, must_be_alone
 from kvbus.router.errors import in_openais_form
 from kvbus.router.fleet import Fleet
@@ -49,7 +50,7 @@ from kvbus.router.readiness import Readiness, readiness_of
 from kvbus.router.reading import BadRequestError, Reader
 from kvbus.router.routes import ROUTES, How, Route
 from kvbus.router.serving import Serving
-from kvbus.router.session import SESSION_HEADER, affinity_of, payer_of, prompt_tokens
+from kvbus.router.session import SESSION_HEADER, affinity_of, prompt_tokens
 from kvbus.router.settings import Settings
 from kvbus.sink import PREFILL, OfPrefill
 from kvbus.spans import Value
@@ -81,7 +82,8 @@ class Router:
         self._collector = Collector(node, span_sinks, self._meters.path) if span_sinks else None
         self.in_flight = InFlight()
         limits = self._settings
-        self._access = Access(limits.access_log, self._meters.http)
+        self._clients = Clients(limits.trusted_proxies)
+        self._access = Access(limits.access_log, self._meters.http, self._clients)
         self._meters.watch_bus(lambda: self._node.bus.connected)
         self._reader = Reader(limits.body_timeout_s, limits.max_body_mib, limits.max_bodies_mib)
         self._bus_changed_at = time.monotonic()
@@ -208,7 +210,9 @@ class Router:
             only = None
             if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
                 only = await self._passing.pinned(earlier, body.get("model"), request.headers)
-            async with self._gate(engines[0].model).enter(payer_of(request.headers, request.remote)):
+            checked = self._asker.keys_checked
+            payer = self._clients.payer(request.headers, request.remote, keys_checked=checked)
+            async with self._gate(engines[0].model).enter(payer):
                 return await self._fly(request, route.dialect or CHAT, body, only, arrived_at)
         except BadRequestError as refused:
             self._meters.refused(refused.answer.status)

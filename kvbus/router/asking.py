@@ -51,6 +51,11 @@ class Asker:
         self._running: set[asyncio.Task[Answer | None]] = set()
         self._next_at = 0.0
 
+    @property
+    def keys_checked(self) -> bool:
+        """Whether engines want keys, as far as is known."""
+        return bool(self._headers or self._locked)
+
     @contextlib.asynccontextmanager
     async def asking(self, session: aiohttp.ClientSession) -> AsyncIterator[None]:
         """Ask while this is entered."""

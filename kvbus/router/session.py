@@ -43,15 +43,6 @@ def affinity_of(body: Mapping[str, Any], header: str | None) -> str:
     return hashlib.blake2b(head.encode(), digest_size=16).hexdigest()
 
 
-def payer_of(headers: Mapping[str, str], remote: str | None) -> str:
-    """Whose turn a request takes where requests wait: that of its key's holder, else of its address.
-
-    A session's name is the client's to choose, so a new one for each request must not buy a new turn.
-    """
-    key = headers.get("Authorization") or headers.get("x-api-key")
-    return hashlib.blake2b(key.encode(errors="replace"), digest_size=16).hexdigest() if key else remote or ""
-
-
 def prompt_tokens(body: Mapping[str, Any]) -> int:
     """About how many tokens the prompts of a request have; token ids are counted, characters are estimated."""
     prompt = body.get("prompt")

@@ -31,12 +31,13 @@ class Settings:
     keep_alive_s: float = 75.0
     takeover_s: float = 5.0
     access_log: str = "off"
+    trusted_proxies: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         may_be_zero = ("max_queue", "max_takeovers", "takeover_s", "notice_s", "grace_s")
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str):
+            if isinstance(value, str | tuple):
                 continue
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in may_be_zero):
                 allowed = "zero or more" if field.name in may_be_zero else "more than zero"

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
+from multidict import CIMultiDict
 
+from kvbus.errors import ConfigError
 from kvbus.messages import Heartbeat, Role, State
 from kvbus.router.breaker import FAILURES, FIRST_S, Breaker
 from kvbus.router.choose import Choice
+from kvbus.router.clients import Clients
 from kvbus.router.dialects import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
 from kvbus.router.events import Failure, Nothing, Token, error_event, look, whole_events
 from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
 from kvbus.router.loads import Loads
 from kvbus.router.names import MAX_NAMES, Names, read_list
-from kvbus.router.session import affinity_of, payer_of, prompt_tokens
+from kvbus.router.session import affinity_of, prompt_tokens
 from kvbus.router.turns import Turns
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -270,14 +274,53 @@ def test_junk_has_a_size_and_perhaps_a_session(body: Body) -> None:
     assert isinstance(affinity_of(body, None), str)
 
 
-def test_a_turn_is_bought_by_a_key_or_an_address_and_by_no_name() -> None:
-    """R12."""
-    one, other = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
-    assert payer_of(one, "1.2.3.4") == payer_of({**one, "X-Session-Id": "fresh"}, "5.6.7.8")
-    assert payer_of(one, "1.2.3.4") != payer_of(other, "1.2.3.4")
-    assert payer_of({"x-api-key": "k"}, None) != payer_of({}, None) == ""
-    assert payer_of({"X-Session-Id": "fresh"}, "1.2.3.4") == "1.2.3.4"
-    assert "a" * 40 not in payer_of({"Authorization": "a" * 40}, None), "no key is kept"
+def headers_of(*headers: tuple[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict(headers)
+
+
+class TestClients:
+    """R12: who a request is from, and whose turn it takes."""
+
+    ONE, OTHER = headers_of(("Authorization", "Bearer a")), headers_of(("Authorization", "Bearer b"))
+
+    def test_a_key_that_engines_check_is_whose_turn_it_is(self) -> None:
+        payer = partial(Clients().payer, keys_checked=True)
+        assert payer(self.ONE, "1.2.3.4") == payer(headers_of(*self.ONE.items(), ("X-Session-Id", "fresh")), "5.6.7.8")
+        assert payer(self.ONE, "1.2.3.4") != payer(self.OTHER, "1.2.3.4")
+        assert payer(headers_of(("x-api-key", "k")), None) != payer(headers_of(), None) == ""
+        assert payer(headers_of(("X-Session-Id", "fresh")), "1.2.3.4") == "1.2.3.4"
+        assert "a" * 40 not in payer(headers_of(("Authorization", "a" * 40)), None), "no key is kept"
+
+    def test_one_that_nobody_checks_buys_nothing(self) -> None:
+        payer = partial(Clients(["10.0.0.0/8"]).payer, keys_checked=False)
+        assert payer(self.ONE, "1.2.3.4") == payer(self.OTHER, "1.2.3.4") == "1.2.3.4"
+        assert payer(self.ONE, "10.0.0.1") != payer(self.OTHER, "10.0.0.1"), "our own proxy has checked it"
+
+    @pytest.mark.parametrize(
+        ("remote", "told", "address"),
+        [
+            ("1.2.3.4", (), "1.2.3.4"),
+            ("1.2.3.4", ("5.6.7.8",), "1.2.3.4"),
+            ("10.0.0.1", ("5.6.7.8",), "5.6.7.8"),
+            ("::ffff:10.0.0.1", ("5.6.7.8",), "5.6.7.8"),
+            ("10.0.0.1", ("6.6.6.6, 5.6.7.8, 10.0.0.2",), "5.6.7.8"),
+            ("10.0.0.1", ("6.6.6.6", "5.6.7.8,10.0.0.2"), "5.6.7.8"),
+            ("10.0.0.1", ("10.0.0.3",), "10.0.0.3"),
+            ("10.0.0.1", ("5.6.7.8, junk",), "10.0.0.1"),
+            ("10.0.0.1", ("",), "10.0.0.1"),
+            ("10.0.0.1", (), "10.0.0.1"),
+            ("fd00::1", ("2001:db8::1",), "2001:db8::1"),
+            (None, ("5.6.7.8",), ""),
+        ],
+    )
+    def test_only_our_own_proxies_are_believed(self, remote: str | None, told: tuple[str, ...], address: str) -> None:
+        clients = Clients(["10.0.0.0/8", "fd00::1"])
+        headers = headers_of(*(("X-Forwarded-For", line) for line in told))
+        assert clients.address(headers, remote) == address
+
+    def test_what_is_no_network_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"--trusted-proxy='10.0.0.1/8'; allowed: an address, or a network such"):
+            Clients(["10.0.0.1/8"])
 
 
 class TestBreaker:

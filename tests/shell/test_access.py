@@ -12,6 +12,7 @@ from support.waiting import eventually
 
 from kvbus.errors import ConfigError
 from kvbus.router.access import Access
+from kvbus.router.clients import Clients
 from kvbus.router.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -80,4 +81,4 @@ async def test_a_client_that_leaves_a_stream_counts_once(lines: list[str]) -> No
 
 def test_another_form_is_refused() -> None:
     with pytest.raises(ConfigError, match="allowed: off, text, json"):
-        Access("xml", lambda *_: None)
+        Access("xml", lambda *_: None, Clients())

@@ -211,7 +211,8 @@ async def test_more_than_may_wait_are_turned_away_and_who_waits_too_long() -> No
 
 
 async def test_who_sends_much_does_not_hold_up_who_sends_little() -> None:
-    async with fronted("P", "D", settings=Settings(max_in_flight=1)) as front:
+    settings = Settings(max_in_flight=1, trusted_proxies=("127.0.0.1",))
+    async with fronted("P", "D", settings=settings) as front:
         front["D"].hold.clear()
         a, b = {"Authorization": "a"}, {"Authorization": "b"}
         first = front.ask(headers=a)
@@ -220,6 +221,20 @@ async def test_who_sends_much_does_not_hold_up_who_sends_little() -> None:
         front["D"].hold.set()
         await asyncio.gather(first, *many, *one)
         assert [headers["authorization"] for _, _, headers in front["D"].requests] == ["a", "a", "b", "a", "a"]
+
+
+async def test_a_key_that_nobody_checks_buys_no_turn() -> None:
+    """R12: four keys of one address take one turn, in the order of their coming."""
+    async with fronted("P", "D", settings=Settings(max_in_flight=1)) as front:
+        front["D"].hold.clear()
+        first = front.ask(headers={"Authorization": "0"})
+        await eventually(lambda: front["D"].requests)
+        later: list[asyncio.Task[Any]] = []
+        for key in ("1", "1", "2", "3"):
+            later += await crowd(front, 1, headers={"Authorization": key})
+        front["D"].hold.set()
+        await asyncio.gather(first, *later)
+        assert [headers["authorization"] for _, _, headers in front["D"].requests] == ["0", "1", "1", "2", "3"]
 
 
 async def test_a_client_that_leaves_the_queue_leaves_its_place() -> None:
