@@ -21,6 +21,8 @@ from kvbus.router.headers import REQUEST_ID
 FORMS = ("off", "text", "json")
 CLIENT_LEFT = 499  # as nginx has it: there is nobody to tell a status
 OTHER = "other"
+MODEL = web.RequestKey("model", str)
+"""The engines' own name of the model that serves a request, so that clients cannot make up label values."""
 _OURS = ("X-KVBus-Prefill", "X-KVBus-Decode", "X-KVBus-Attempt", "X-KVBus-Transfer-Id")
 
 
@@ -29,13 +31,13 @@ class Access:
 
     Args:
         form: one of :data:`FORMS`.
-        count: told route, method and status.
+        count: told route, method, status and model.
 
     Raises:
         ConfigError: there is no such form.
     """
 
-    def __init__(self, form: str, count: Callable[[str, str, int], None], clients: Clients) -> None:
+    def __init__(self, form: str, count: Callable[[str, str, int, str], None], clients: Clients) -> None:
         if form not in FORMS:
             raise ConfigError("--access-log", form, ", ".join(FORMS))
         self._form, self._count, self._clients = form, count, clients
@@ -57,7 +59,7 @@ class Access:
             return response
         finally:
             status = response.status if response is not None else CLIENT_LEFT
-            self._count(_route_of(request), request.method, status)
+            self._count(_route_of(request), request.method, status, request.get(MODEL, ""))
             if self._form != "off":
                 self._write(request, response, status, time.monotonic() - started)
 
@@ -69,6 +71,7 @@ class Access:
             "method": request.method,
             "path": request.path[:256],
             "status": status,
+            "model": request.get(MODEL, ""),
             "took_s": round(took_s, 4),
             "bytes": response.body_length if response is not None and response.prepared else 0,
             "stream": headers.get("Content-Type", "").startswith("text/event-stream"),

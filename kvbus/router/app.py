@@ -28,7 +28,7 @@ from kvbus.messages import (
 from kvbus.metrics import OncePer
 from kvbus.node import Node
 from kvbus.router import upstream
-from kvbus.router.access import Access
+from kvbus.router.access import MODEL, Access
 from kvbus.router.answers import NOT_FOUND, error
 from kvbus.router.asking import Asker
 from kvbus.router.choose import Choice, key_of
@@ -210,6 +210,7 @@ class Router:
             only = None
             if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
                 only = await self._passing.pinned(earlier, body.get("model"), request.headers)
+            request[MODEL] = engines[0].model
             checked = self._asker.keys_checked
             payer = self._clients.payer(request.headers, request.remote, keys_checked=checked)
             async with self._gate(engines[0].model).enter(payer):

@@ -23,6 +23,7 @@ from kvbus.ttft import Outcome, Path
 
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+BETWEEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
 REFUSALS = ("limit", "descriptors", "slow", "malformed")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -60,8 +61,9 @@ class Meters:
         )
         self._http = Counter(
             "kvbus_router_http_requests",
-            "All requests, once each when they have ended, by route, method and status; 499: the client left.",
-            ["route", "method", "code"],
+            "All requests, once each when they have ended, by route, method, status (499: the client left) and model "
+            "(the engines' own name of it).",
+            ["route", "method", "code", "model"],
             registry=self.registry,
         )
         self._ttft = Histogram(
@@ -74,6 +76,12 @@ class Meters:
             "kvbus_router_answer_seconds",
             "From the arrival of a request that is not streamed to its answer.",
             buckets=TTFT_BUCKETS_S,
+            registry=self.registry,
+        )
+        self._between = Histogram(
+            "kvbus_router_inter_token_seconds",
+            "Between pieces of a stream as they are passed on: a token each, unless an engine sent several at once.",
+            buckets=BETWEEN_BUCKETS_S,
             registry=self.registry,
         )
         self._takeovers = Counter(
@@ -150,13 +158,17 @@ class Meters:
         """A client's connection is closed without an answer to what it asked; ``why`` is one of few words."""
         self._connections_refused.labels(why).inc()
 
-    def http(self, route: str, method: str, code: int) -> None:
+    def http(self, route: str, method: str, code: int, model: str) -> None:
         """A request has ended."""
-        self._http.labels(route, method if method in METHODS else "other", str(code)).inc()
+        self._http.labels(route, method if method in METHODS else "other", str(code), model).inc()
 
     def began(self, after_s: float) -> None:
         """The first token of a stream goes to the client."""
         self._ttft.observe(after_s)
+
+    def went_on(self, after_s: float) -> None:
+        """The next piece of a stream, so long after the one before."""
+        self._between.observe(after_s)
 
     def answered(self, status: int, after_s: float | None = None) -> None:
         """An answer has gone to the client, whole after so long, or as a stream."""

@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 
 from kvbus.messages import Heartbeat, State
 from kvbus.router import upstream
+from kvbus.router.access import MODEL
 from kvbus.router.answers import BAD_GATEWAY, INVALID, NOT_FOUND, UNAVAILABLE, Answer, error, error_body
 from kvbus.router.asking import Asker
 from kvbus.router.bodies import Content
@@ -64,6 +65,7 @@ class Passing:
         content = await self._reader.content(request)
         model, parts = await looked_at(content, request.headers.get("Content-Type", ""))
         engines = await self._fleet.find(model, request.headers)
+        request[MODEL] = engines[0].model
         patience_s = self._settings.first_token_s if route.computes else ASIDE_S
         tokens = len(content) // CHARS_PER_TOKEN if route.computes else 0
         failed = self._fleet.nobody(None)

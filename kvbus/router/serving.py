@@ -290,15 +290,18 @@ class Serving:
             headers.setdefault(name, value)
         response = web.StreamResponse(status=status, headers=headers) if self._opened is None else self._opened
         self._meters.began(time.monotonic() - self._job.arrived_at)
-        begun = False
+        before = 0.0
         if self._opened is None:
             await response.prepare(request)
         try:
             async for chunk in stream:
                 await response.write(chunk)
-                if not begun:
-                    begun = True
+                now = time.monotonic()
+                if before:
+                    self._meters.went_on(now - before)
+                else:
                     self._job.mark(MarkName.FIRST_TOKEN)
+                before = now
         except StreamBrokenError as broken:
             self._ended = f"broken: {broken.why}"
             await response.write(self._broken(broken.why))

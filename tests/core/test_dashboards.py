@@ -45,7 +45,7 @@ def _series() -> dict[str, set[str]]:
     end = 10
     stage = Stage(StageName.ROUTE, 0, end, Mark(MarkName.FIRST_TOKEN, end))
     meters.path(Path((stage,), 0, end, end, Outcome.PUSHED))
-    meters.http("/v1/completions", "POST", 200)
+    meters.http("/v1/completions", "POST", 200, "m")
     for family in meters.registry.collect():
         if family.name.startswith(("process_", "python_")) or family.name.endswith("_build_info"):
             continue  # every Prometheus client's own

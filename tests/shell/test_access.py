@@ -45,7 +45,15 @@ async def test_each_request_is_written_once(lines: list[str]) -> None:
         await front.client.get("/nowhere/at/all")
         await eventually(lambda: len(lines) == 2)
         first, second = (json.loads(line) for line in lines)
-        wanted = {"path": CHAT, "status": 200, "stream": True, "request_id": "r1", "prefill": "P", "decode": "D"}
+        wanted = {
+            "path": CHAT,
+            "status": 200,
+            "stream": True,
+            "request_id": "r1",
+            "model": "m",
+            "prefill": "P",
+            "decode": "D",
+        }
         assert {key: first[key] for key in wanted} == wanted
         assert first["bytes"] >= len(TOKEN_EVENT)
         assert "secret" not in lines[0]
@@ -54,15 +62,21 @@ async def test_each_request_is_written_once(lines: list[str]) -> None:
 
 async def test_each_request_is_counted_once_also_what_has_no_route() -> None:
     async with fronted("P", "D") as front:
-        front["D"].stream = [ROLE_EVENT, TOKEN_EVENT, END]
-        await (await front.client.post(CHAT, json={"model": "m", "stream": True})).read()
+        front["D"].stream = [TOKEN_EVENT, TOKEN_EVENT, END]
+        front["D"].hold_rest.clear()
+        answer = await front.client.post(CHAT, json={"model": "m", "stream": True})
+        await answer.content.readuntil(b"\n\n")
+        front["D"].hold_rest.set()
+        await answer.read()
         await front.client.post("/nowhere", json={})
         await front.client.get(CHAT)
-        assert await front.metric(f'{COUNTED}{{code="200",method="POST",route="{CHAT}"}}') == 1
-        assert await front.metric(f'{COUNTED}{{code="404",method="POST",route="other"}}') == 1
-        assert await front.metric(f'{COUNTED}{{code="405",method="GET",route="other"}}') == 1
+        assert await front.metric(f'{COUNTED}{{code="200",method="POST",model="m",route="{CHAT}"}}') == 1
+        assert await front.metric(f'{COUNTED}{{code="404",method="POST",model="",route="other"}}') == 1
+        assert await front.metric(f'{COUNTED}{{code="405",method="GET",model="",route="other"}}') == 1
         assert await front.metric('kvbus_router_requests_total{outcome="ok"}') == 1
         assert await front.metric("kvbus_router_bus_connected") == 1
+        assert await front.metric("kvbus_router_ttft_seconds_count") == 1
+        assert await front.metric("kvbus_router_inter_token_seconds_count") >= 1
         assert await front.metric("process_resident_memory_bytes") > 0
 
 
