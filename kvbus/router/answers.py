@@ -15,11 +15,12 @@ BAD_GATEWAY = "bad_gateway"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole HTTP answer, an engine's or the router's own."""
+    """A whole HTTP answer, an engine's or the router's own, which has a ``kind``."""
 
     status: int
     body: bytes
     headers: Mapping[str, str] = field(default_factory=dict)
+    kind: str = ""
 
 
 def error_body(status: int, message: str, kind: str, param: str | None = None) -> bytes:
@@ -32,5 +33,5 @@ def error(
 ) -> Answer:
     """``param`` names the field of the request that is wrong."""
     return Answer(
-        status, error_body(status, message, kind, param), {"Content-Type": "application/json", **(headers or {})}
+        status, error_body(status, message, kind, param), {"Content-Type": "application/json", **(headers or {})}, kind
     )

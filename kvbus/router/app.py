@@ -216,13 +216,13 @@ class Router:
             async with self._gate(engines[0].model).enter(payer):
                 return await self._fly(request, route.dialect or CHAT, body, only, arrived_at)
         except BadRequestError as refused:
-            self._meters.refused(refused.answer.status)
+            self._meters.refused(refused.answer)
             raise
         except asyncio.CancelledError:
             self._meters.client_left()
             raise
         except TurnedAwayError as away:
-            self._meters.refused(away.answer.status)
+            self._meters.refused(away.answer)
             return respond(away.answer)
 
     async def _fly(

@@ -19,12 +19,13 @@ from prometheus_client.registry import Collector
 
 from kvbus import __version__
 from kvbus.membership import Membership
+from kvbus.router.answers import OVERLOADED, UNAVAILABLE, Answer
 from kvbus.ttft import Outcome, Path
 
 TTFT_BUCKETS_S = (0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 BETWEEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
-OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "client_left", "broken")
+OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "unavailable", "client_left", "broken")
 REFUSALS = ("limit", "descriptors", "slow", "malformed")
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,8 +55,8 @@ class Meters:
         self.registry = CollectorRegistry()
         self._requests = Counter(
             "kvbus_router_requests",
-            "Requests to engines by what became of them in the end: ok, client_error, server_error, overloaded, "
-            "client_left, broken (the engine was lost in the middle of a stream).",
+            "Requests to engines by what became of them in the end: ok, client_error, server_error, overloaded (no "
+            "room in time), unavailable (no engine), client_left, broken (the engine was lost in mid-stream).",
             ["outcome"],
             registry=self.registry,
         )
@@ -176,9 +177,10 @@ class Meters:
         if status < 400 and after_s is not None:
             self._whole.observe(after_s)
 
-    def refused(self, status: int) -> None:
+    def refused(self, answer: Answer) -> None:
         """The router answers itself."""
-        self._requests.labels(_outcome(status)).inc()
+        ours = {OVERLOADED: "overloaded", UNAVAILABLE: "unavailable"}
+        self._requests.labels(ours.get(answer.kind) or _outcome(answer.status)).inc()
 
     def broken(self) -> None:
         self._requests.labels("broken").inc()
@@ -202,7 +204,7 @@ class Meters:
 
 
 def _outcome(status: int) -> str:
-    if status in (429, 503):
+    if status == 429:
         return "overloaded"
     if status >= 500:
         return "server_error"

@@ -13,6 +13,7 @@ from support.waiting import eventually
 from kvbus.errors import ConfigError
 from kvbus.router.access import Access
 from kvbus.router.clients import Clients
+from kvbus.router.meters import OUTCOMES
 from kvbus.router.settings import Settings
 
 CHAT = "/v1/chat/completions"
@@ -78,6 +79,16 @@ async def test_each_request_is_counted_once_also_what_has_no_route() -> None:
         assert await front.metric("kvbus_router_ttft_seconds_count") == 1
         assert await front.metric("kvbus_router_inter_token_seconds_count") >= 1
         assert await front.metric("process_resident_memory_bytes") > 0
+
+
+async def test_no_engine_and_an_engines_own_error_are_told_apart_from_too_many_requests() -> None:
+    async with fronted("P", "D") as front:
+        front["D"].status = 503
+        assert (await front.ask()).status >= 500
+        await front.leave("D")
+        assert (await front.ask()).status == 503
+        counts = {name: await front.metric(f'kvbus_router_requests_total{{outcome="{name}"}}') for name in OUTCOMES}
+        assert {name: count for name, count in counts.items() if count} == {"server_error": 1, "unavailable": 1}
 
 
 async def test_a_client_that_leaves_a_stream_counts_once(lines: list[str]) -> None:
