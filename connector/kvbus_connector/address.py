@@ -10,14 +10,16 @@ from collections.abc import Iterator
 import psutil
 
 ANSWER_S = 2.0
+ANSWERS = (200, 401, 403)
 
 
 def serving_address(pid: int, local_host: str) -> str:
     """``host:port`` of the HTTP server that started the process ``pid``; empty while none is ready.
 
     That server is the scheduler's parent. It has other sockets that listen, and earlier (data parallel ranks meet
-    there), so the one is taken that answers ``GET /health`` with 200, as vLLM's does when it takes requests. Older
-    ancestors are asked while they are vLLM's: any other one that listens is some supervisor.
+    there), so the one is taken that answers ``GET /health`` with 200, as vLLM's does when it takes requests, or asks
+    who we are, as a middleware of the user's may. Older ancestors are asked while they are vLLM's: any other one that
+    listens is some supervisor.
 
     Args:
         local_host: stands for a wildcard address.
@@ -50,5 +52,5 @@ def _is_healthy(host: str, port: int) -> bool:
 def _answers(connection: http.client.HTTPConnection) -> bool:
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         connection.request("GET", "/health")
-        return connection.getresponse().status == 200
+        return connection.getresponse().status in ANSWERS
     return False

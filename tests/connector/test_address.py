@@ -87,6 +87,8 @@ def test_what_listens_and_is_not_the_http_server_is_not_taken_for_it(
             assert serving_address(child, "") == ""
             with serving("127.0.0.1") as server:
                 assert serving_address(child, "") == f"127.0.0.1:{server.server_address[1]}"
+                server.status = 401  # type: ignore[attr-defined]
+                assert serving_address(child, ""), "it serves those it knows"
                 server.status = 503  # type: ignore[attr-defined]
                 assert serving_address(child, "") == "", "it serves nobody yet"
         finally:
