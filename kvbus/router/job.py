@@ -27,6 +27,11 @@ class Job:
     arrived_at: float
     trace: Trace | None = None
 
+    @property
+    def streams(self) -> bool:
+        """Whether the client asked for a stream."""
+        return self.body.get("stream") is True
+
     def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "") -> None:
         """Mark what happens now, if the request is traced."""
         if self.trace is not None:

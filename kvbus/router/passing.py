@@ -30,8 +30,8 @@ from kvbus.router.headers import REQUEST_ID, request_id_of
 from kvbus.router.loads import Loads
 from kvbus.router.models import merge_models, one_model
 from kvbus.router.reading import BadRequestError, Reader, parse
+from kvbus.router.reply import DECODE_HEADER, UNBUFFERED
 from kvbus.router.routes import Route
-from kvbus.router.serving import DECODE_HEADER, UNBUFFERED
 from kvbus.router.session import CHARS_PER_TOKEN
 from kvbus.router.settings import Settings
 

@@ -9,12 +9,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import aiohttp
 from aiohttp import web
-from multidict import CIMultiDict
 
 from kvbus.errors import PayloadTooLargeError
 from kvbus.messages import Heartbeat, Release
@@ -23,7 +22,7 @@ from kvbus.router import flying, upstream
 from kvbus.router.answers import BAD_GATEWAY, Answer, error, error_body
 from kvbus.router.choose import Choice, key_of
 from kvbus.router.dialects import Body
-from kvbus.router.events import Failure, Nothing, Token, error_event
+from kvbus.router.events import Failure, Nothing, Token
 from kvbus.router.flight import Flight
 from kvbus.router.job import Job
 from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
@@ -31,18 +30,12 @@ from kvbus.router.loads import Loads
 from kvbus.router.meters import Meters
 from kvbus.router.names import Names
 from kvbus.router.rebinding import ask_rebind
+from kvbus.router.reply import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER, Reply
 from kvbus.router.streaming import Stream, StreamBrokenError
-from kvbus.ttft import WHOLE, MarkName
+from kvbus.ttft import MarkName
 
 logger = logging.getLogger(__name__)
 
-TRANSFER_HEADER = "X-KVBus-Transfer-Id"
-PREFILL_HEADER = "X-KVBus-Prefill"
-DECODE_HEADER = "X-KVBus-Decode"
-ATTEMPT_HEADER = "X-KVBus-Attempt"
-UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
-"""Asks proxies between us and the client to pass a stream on as it comes."""
-WAITING, WAITING_S = b": waiting\n\n", 15.0
 # Of a prefill engine: it has not got the model (any more), or not this API. No word on the request.
 NO_VERDICT = frozenset({404, 405, 501})
 VERDICT_S = 1.0  # decode checks what prefill checks, but a busy engine may take its time
@@ -78,22 +71,21 @@ class Serving:
         self._old: set[asyncio.Task[None]] = set()
         self._whole: Answer | None = None
         self._stream: Stream | None = None
-        self._opened: web.StreamResponse | None = None
         self._decode_leg_sent_at = 0.0
         self._ended = "client left"
         self._result: flying.PassOn | flying.Refuse | flying.Fail | None = None
 
     async def run(self, request: web.Request) -> web.StreamResponse:
         """Serve the client; its going away cancels this, and with it both legs."""
-        served = False
+        reply, served = Reply(request, self._job, self._meters), False
         try:
             self._perform(self._flight.begin(self._choice()))
             while self._result is None:
-                event = await self._next_event(request)
+                event = await self._next_event(reply)
                 if isinstance(event, BaseException):
                     raise event
                 self._perform(self._flight.apply(event, self._choice()))
-            response = await self._respond(request, self._result)
+            response = await self._respond(reply, self._result)
             served = True
             return response
         finally:
@@ -105,22 +97,13 @@ class Serving:
             self._job.mark(MarkName.ENDED, note=self._ended)
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _next_event(self, request: web.Request) -> flying.Event | BaseException:
-        """A client that waits for a stream hears a comment now and then, so that no proxy takes it for dead."""
+    async def _next_event(self, reply: Reply) -> flying.Event | BaseException:
         while True:
             try:
-                async with asyncio.timeout(WAITING_S if self._job.body.get("stream") is True else None):
+                async with asyncio.timeout(reply.patience_s):
                     return await self._events.get()
             except TimeoutError:
-                if self._opened is None:
-                    headers = {
-                        "Content-Type": "text/event-stream",
-                        TRANSFER_HEADER: self._job.transfer_id,
-                        **UNBUFFERED,
-                    }
-                    self._opened = web.StreamResponse(headers=headers)
-                    await self._opened.prepare(request)
-                await self._opened.write(WAITING)
+                await reply.wait()
 
     def engine_left(self, engine: str, incarnation: int, why: str) -> None:
         """Called for each engine that leaves the bus."""
@@ -205,8 +188,7 @@ class Serving:
     async def _decode(self, send: flying.SendDecode) -> None:
         engine, attempt, job = send.sink, send.attempt, self._job
         # Whoever streams can be told from whoever is stuck; without a stream the first byte is the last.
-        streams = job.body.get("stream") is True
-        patience_s = self._first_token_s if streams else self._answer_s
+        patience_s = self._first_token_s if job.streams else self._answer_s
         patience = asyncio.timeout(patience_s)
         with self._loads.counted(engine, job.tokens):
             try:
@@ -230,7 +212,7 @@ class Serving:
                         await asyncio.Event().wait()  # it stays open, and the engine counted, until the client has it
             except upstream.LOST as failure:
                 self._loads.suspect(engine)
-                late = f"no {'token' if streams else 'answer'} within {patience_s:g} s"
+                late = f"no {'token' if job.streams else 'answer'} within {patience_s:g} s"
                 why = late if patience.expired() else upstream.why(failure)
                 self._events.put_nowait(flying.SinkLost(attempt, why))
 
@@ -258,58 +240,28 @@ class Serving:
 
     # What the client gets
 
-    async def _respond(
-        self, request: web.Request, result: flying.PassOn | flying.Refuse | flying.Fail
-    ) -> web.StreamResponse:
+    async def _respond(self, reply: Reply, result: flying.PassOn | flying.Refuse | flying.Fail) -> web.StreamResponse:
         match result:
             case flying.Refuse(answer):
-                return await self._respond_whole(answer)
+                pass
             case flying.Fail(engine, why):
-                return await self._respond_whole(error(502, f"decode engine {engine}: {why}", BAD_GATEWAY))
+                answer = error(502, f"decode engine {engine}: {why}", BAD_GATEWAY)
             case flying.PassOn() if self._stream is not None:
-                return await self._pass_on(request, self._stream)
+                return await self._pass_on(reply, self._stream)
             case flying.PassOn():
                 assert self._whole is not None
-                return await self._respond_whole(self._whole)
-
-    async def _respond_whole(self, answer: Answer) -> web.StreamResponse:
+                answer = self._whole
         self._ended = str(answer.status)
-        if answer.status < 400:
-            self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
-        self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
-        if self._opened is not None:  # its status has gone out
-            named = self._job.dialect.named_events
-            await self._opened.write(error_event(b" ".join(answer.body.splitlines()), named=named))
-            await self._opened.write_eof()
-            return self._opened
-        return web.Response(status=answer.status, body=answer.body, headers=self._marked(answer.headers))
+        return await reply.whole(answer, self._marks())
 
-    async def _pass_on(self, request: web.Request, stream: Stream) -> web.StreamResponse:
-        status, headers = stream.answer.status, self._marked(upstream.returned(stream.answer))
-        for name, value in UNBUFFERED.items():
-            headers.setdefault(name, value)
-        response = web.StreamResponse(status=status, headers=headers) if self._opened is None else self._opened
-        self._meters.began(time.monotonic() - self._job.arrived_at)
-        before = 0.0
-        if self._opened is None:
-            await response.prepare(request)
+    async def _pass_on(self, reply: Reply, stream: Stream) -> web.StreamResponse:
         try:
-            async for chunk in stream:
-                await response.write(chunk)
-                now = time.monotonic()
-                if before:
-                    self._meters.went_on(now - before)
-                else:
-                    self._job.mark(MarkName.FIRST_TOKEN)
-                before = now
+            response = await reply.pass_on(stream, self._marks())
+            self._ended = str(stream.answer.status)
+            return response
         except StreamBrokenError as broken:
             self._ended = f"broken: {broken.why}"
-            await response.write(self._broken(broken.why))
-        else:
-            self._ended = str(status)
-            self._meters.answered(status)
-        await response.write_eof()
-        return response
+            return await reply.fail(self._broken(broken.why))
 
     def _broken(self, why: str) -> bytes:
         """The engine died in the middle of its answer: what ends the stream."""
@@ -317,7 +269,7 @@ class Serving:
         logger.warning("kvbus: request %s: %s", self._job.transfer_id, message)
         self._meters.broken()
         self._perform(self._flight.apply(flying.ClientLeft(), self._choice()))
-        return error_event(error_body(502, message, BAD_GATEWAY), named=self._job.dialect.named_events)
+        return error_body(502, message, BAD_GATEWAY)
 
     # Small matters
 
@@ -334,15 +286,13 @@ class Serving:
         source = send.source.engine
         return decode_leg(job.body, job.transfer_id, job.traceparent, source, send.attempt, send.takeover_s)
 
-    def _marked(self, headers: Mapping[str, str]) -> CIMultiDict[str]:
-        """These and headers that tell a client which way its request took."""
-        marked = CIMultiDict(headers)
+    def _marks(self) -> dict[str, str]:
+        """Headers that tell a client which way its request took."""
         marks = {DECODE_HEADER: self._flight.sink.engine, TRANSFER_HEADER: self._job.transfer_id}
         if self._flight.source is not None:
             marks[PREFILL_HEADER] = self._flight.source.engine
             marks[ATTEMPT_HEADER] = str(self._flight.attempt)
-        marked.update(marks)
-        return marked
+        return marks
 
     def _release(self, release: flying.Release) -> None:
         """Tell the prefill engine that nobody takes this KV; a decode engine may have refused, or died, before its

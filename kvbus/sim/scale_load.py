@@ -151,11 +151,12 @@ class Load:
             async with self._session.post(
                 f"{base}/v1/completions", data=self._chance.choice(self._bodies), headers=headers
             ) as answer:
-                first = await answer.content.readany()
+                while (first := await answer.content.readline()).startswith((b":", b"\n")):
+                    pass  # a comment, for who waits long
                 came = time.monotonic()
                 if answer.status != 200:
                     raise ValueError(f"status {answer.status}: {first[:200]!r}")
-                said = json.loads(first.partition(b"\n")[0].removeprefix(b"data: "))["played"]
+                said = json.loads(first.removeprefix(b"data: "))["played"]
                 rest = first + await answer.content.read()
             if b"[DONE]" not in rest:
                 raise ValueError("the stream was cut")

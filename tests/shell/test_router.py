@@ -17,7 +17,7 @@ from kvbus.memory_bus import MemoryBroker, MemoryBus
 from kvbus.messages import Bye, Heartbeat, Message, Release, Role, State, decode, encode
 from kvbus.node import Node
 from kvbus.router.app import Router
-from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
+from kvbus.router.reply import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
 from kvbus.subjects import Subjects
 
 SSE = b'data: {"choices": [{"text": "\xc3\xa9"}]}\n\ndata: [DONE]\n\n'

@@ -13,8 +13,8 @@ from support.waiting import eventually
 
 from kvbus.router import asking, passing
 from kvbus.router.forms import looked_at
+from kvbus.router.reply import DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.routes import ROUTES, How
-from kvbus.router.serving import DECODE_HEADER, PREFILL_HEADER
 
 KEY = {"Authorization": "Bearer secret"}
 

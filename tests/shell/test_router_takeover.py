@@ -11,8 +11,8 @@ from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Fron
 from support.waiting import eventually
 
 from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router import passing, serving, streaming
-from kvbus.router.serving import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
+from kvbus.router import passing, reply, streaming
+from kvbus.router.reply import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.settings import Settings
 
 
@@ -285,7 +285,7 @@ async def test_an_engine_that_is_stuck_is_not_waited_for_for_ever(stream: bool) 
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "WAITING_S", 0.05)
+    monkeypatch.setattr(reply, "WAITING_S", 0.05)
 
 
 @pytest.mark.usefixtures("short_waits")
@@ -299,9 +299,9 @@ class TestWhoWaitsForAStream:
             answer = await front.client.post("/v1/chat/completions", json={"model": "m", "stream": True})
             assert (answer.status, answer.content_type) == (200, "text/event-stream")
             for _ in range(3):
-                assert await answer.content.readuntil(b"\n\n") == serving.WAITING
+                assert await answer.content.readuntil(b"\n\n") == reply.WAITING
             hold_no_more(front, "PD")
-            assert (await answer.content.read()).replace(serving.WAITING, b"") == TOKEN_EVENT + END
+            assert (await answer.content.read()).replace(reply.WAITING, b"") == TOKEN_EVENT + END
             assert await front.metric('kvbus_router_requests_total{outcome="ok"}') == 1
 
     async def test_is_told_in_the_stream_what_went_wrong(self) -> None:
@@ -310,7 +310,7 @@ class TestWhoWaitsForAStream:
             answer = await front.client.post("/v1/chat/completions", json={"model": "m", "stream": True})
             front["D"].status, front["D"].body = 400, b'{"error": {"message": "too\\nlong",\n"code": 400}}'
             hold_no_more(front, "PD")
-            rest = (await answer.content.read()).replace(serving.WAITING, b"")
+            rest = (await answer.content.read()).replace(reply.WAITING, b"")
             assert json.loads(rest.strip().removeprefix(b"data: "))["error"] == {"message": "too\nlong", "code": 400}
             assert await front.metric('kvbus_router_requests_total{outcome="client_error"}') == 1
 
@@ -324,7 +324,7 @@ class TestWhoWaitsForAStream:
             assert await front.metric('kvbus_router_requests_total{outcome="client_left"}') == 1
 
     async def test_gets_a_status_if_it_is_known_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(serving, "WAITING_S", 30.0)
+        monkeypatch.setattr(reply, "WAITING_S", 30.0)
         async with fronted("P", "D") as front:
             front["D"].status = 400
             answer = await front.ask(stream=True)
@@ -335,7 +335,7 @@ class TestWhoWaitsForAStream:
             hold(front, "PD")
             asking = front.ask()
             await eventually(lambda: front["D"].requests)
-            await asyncio.sleep(4 * serving.WAITING_S)
+            await asyncio.sleep(4 * reply.WAITING_S)
             hold_no_more(front, "PD")
             assert (await asking).text == '{"ok": true}'
 
