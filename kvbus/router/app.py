@@ -211,7 +211,7 @@ class Router:
             if route.dialect is RESPONSES and isinstance(earlier := body.get("previous_response_id"), str):
                 only = await self._passing.pinned(earlier, body.get("model"), request.headers)
             request[MODEL] = engines[0].model
-            checked = self._asker.keys_checked
+            checked = self._asker.keys_checked(engines)
             payer = self._clients.payer(request.headers, request.remote, keys_checked=checked)
             async with self._gate(engines[0].model).enter(payer):
                 return await self._fly(request, route.dialect or CHAT, body, only, arrived_at)

@@ -51,10 +51,9 @@ class Asker:
         self._running: set[asyncio.Task[Answer | None]] = set()
         self._next_at = 0.0
 
-    @property
-    def keys_checked(self) -> bool:
-        """Whether engines want keys, as far as is known."""
-        return bool(self._headers or self._locked)
+    def keys_checked(self, engines: Sequence[Heartbeat]) -> bool:
+        """Whether all of these want keys, as far as is known."""
+        return bool(self._headers) or all(key_of(engine) in self._locked for engine in engines)
 
     @contextlib.asynccontextmanager
     async def asking(self, session: aiohttp.ClientSession) -> AsyncIterator[None]:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.fronts import END, TOKEN_EVENT, Front, fronted
+from support.fronts import END, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
 from kvbus.errors import ConfigError
 from kvbus.messages import State
-from kvbus.router.serving import DECODE_HEADER
+from kvbus.router.reply import DECODE_HEADER
 from kvbus.router.settings import Settings
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -210,9 +210,13 @@ async def test_more_than_may_wait_are_turned_away_and_who_waits_too_long() -> No
         assert await front.metric('kvbus_router_requests_total{outcome="overloaded"}') == 3
 
 
-async def test_who_sends_much_does_not_hold_up_who_sends_little() -> None:
-    settings = Settings(max_in_flight=1, trusted_proxies=("127.0.0.1",))
-    async with fronted("P", "D", settings=settings) as front:
+@pytest.mark.parametrize("checked_by", ["a proxy", "engines", "engines that the router has a key for"])
+async def test_who_sends_much_does_not_hold_up_who_sends_little(checked_by: str) -> None:
+    settings = Settings(max_in_flight=1, trusted_proxies=("127.0.0.1",) if checked_by == "a proxy" else ())
+    locked, engine_key = FakeApi("D"), "ours" if "router" in checked_by else ""
+    locked.key = "" if checked_by == "a proxy" else "ours"
+    async with fronted("P", "D", settings=settings, engine_key=engine_key, apis={"D": locked}) as front:
+        await eventually(lambda: front["D"].listed)
         front["D"].hold.clear()
         a, b = {"Authorization": "a"}, {"Authorization": "b"}
         first = front.ask(headers=a)
