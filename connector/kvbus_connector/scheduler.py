@@ -5,6 +5,7 @@ Called by EngineCore's thread only. Imports no vLLM: it is handed vLLM's objects
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -219,10 +220,12 @@ class SchedulerHalf:
         )
 
     def _find_address(self) -> None:
-        tries = 0
-        while not self._address and not self._closed.wait(ADDRESS_RETRY_S):
+        for tries in itertools.count(1):
+            if self._closed.wait(ADDRESS_RETRY_S):
+                return
             self._address = serving_address(self._pid, self.node.bus.local_host or "127.0.0.1")
-            tries += 1
+            if self._address:
+                logger.info("kvbus: this engine serves HTTP at %s", self._address)
+                return
             if tries == ADDRESS_TRIES:
                 logger.warning("kvbus: no HTTP server of this engine answers GET /health yet; http_address names one")
-        logger.info("kvbus: this engine serves HTTP at %s", self._address)
