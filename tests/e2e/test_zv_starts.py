@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.engines import say
+from support.waiting import eventually_sync
 
-from kvbus.local.cluster import Engine, EngineSpec, engine_command, engine_environment, wait_until
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import free_port
 
 pytestmark = pytest.mark.e2e
 
@@ -60,29 +58,25 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def output_of(spec: EngineSpec) -> str:
+def output_of(spec: EngineSpec, logs: Path) -> str:
     """Everything that an engine writes which does not start."""
-    done = subprocess.run(
-        engine_command(spec, "127.0.0.1", free_port()),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, **engine_environment(spec)},
-        process_group=0,
-    )
-    assert done.returncode == 1, done.stdout
-    return done.stdout.rstrip()
+    child = Engine(spec, logs).child
+    try:
+        eventually_sync(lambda: not child.alive, timeout_s=240)
+    finally:
+        child.kill()  # all of its processes, should it have started after all
+    output = child.log.read_text().rstrip()
+    assert child.status == 1, output
+    return output
 
 
-def test_a_setting_that_is_not_supported(model: Path, nats_server: NatsServer) -> None:
-    output = output_of(spec_of(model, nats_server, "--pipeline-parallel-size", "2"))
+def test_a_setting_that_is_not_supported(model: Path, nats_server: NatsServer, tmp_path: Path) -> None:
+    output = output_of(spec_of(model, nats_server, "--pipeline-parallel-size", "2"), tmp_path)
     assert output.splitlines()[-1] == "kvbus: bad configuration: pipeline_parallel_size=2; allowed: 1"
 
 
-def test_a_backend_that_cannot_be_loaded(model: Path, nats_server: NatsServer) -> None:
-    last = output_of(spec_of(model, nats_server, backends=["UCX", "NOSUCH"])).splitlines()[-1]
+def test_a_backend_that_cannot_be_loaded(model: Path, nats_server: NatsServer, tmp_path: Path) -> None:
+    last = output_of(spec_of(model, nats_server, backends=["UCX", "NOSUCH"]), tmp_path).splitlines()[-1]
     assert last.startswith("kvbus: bad configuration: backends=['UCX', 'NOSUCH']; allowed: what NIXL can load here: ")
     assert last.endswith("; there is no plugin NOSUCH")
     assert "UCX" in last.partition("here: ")[2]
@@ -98,9 +92,9 @@ def test_a_mamba_hybrid_needs_no_variable(hybrid: Path, nats_server: NatsServer,
     assert "VLLM_SSM_CONV_STATE_LAYOUT=DS" in engine.child.log.read_text()
 
 
-def test_a_layout_that_does_not_fit_is_refused(hybrid: Path, nats_server: NatsServer) -> None:
+def test_a_layout_that_does_not_fit_is_refused(hybrid: Path, nats_server: NatsServer, tmp_path: Path) -> None:
     spec = replace(spec_of(hybrid, nats_server), environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"})
-    assert output_of(spec).splitlines()[-1] == (
+    assert output_of(spec, tmp_path).splitlines()[-1] == (
         "kvbus: bad configuration: VLLM_SSM_CONV_STATE_LAYOUT='SD'; "
         "allowed: DS in the environment, for a model with Mamba layers"
     )
