@@ -54,12 +54,14 @@ class Reply:
         """Send an answer as it is; into an open stream, as an event."""
         if answer.status < 400:
             self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
-        self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
         if self._opened is not None:
-            return await self.fail(b" ".join(answer.body.splitlines()))
-        headers = CIMultiDict(answer.headers)
-        headers.update(marks)
-        return web.Response(status=answer.status, body=answer.body, headers=headers)
+            response = await self.fail(b" ".join(answer.body.splitlines()))
+        else:
+            headers = CIMultiDict(answer.headers)
+            headers.update(marks)
+            response = web.Response(status=answer.status, body=answer.body, headers=headers)
+        self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
+        return response
 
     async def pass_on(self, stream: Stream, marks: Mapping[str, str]) -> web.StreamResponse:
         """Send a stream as it comes.
@@ -79,8 +81,8 @@ class Reply:
             else:
                 self._job.mark(MarkName.FIRST_TOKEN)
             before = now
-        self._meters.answered(stream.answer.status)
         await response.write_eof()
+        self._meters.answered(stream.answer.status)  # not before: a client that leaves just now is counted as such
         return response
 
     async def fail(self, body: bytes) -> web.StreamResponse:
