@@ -110,7 +110,7 @@ def test_a_prefill_engine_that_was_named_for_nothing_is_told_so(boot: Boot, brok
     sink.allocate(leg, D_BLOCKS)
     sink.step()
     first.prefill(p_leg, P_BLOCKS)
-    eventually_sync(lambda: sink.planes[0].content)
+    eventually_sync(lambda: sink.planes[0].heard)
     assert rebind(broker, "D", "t", 2, "Q") == ""
     second.prefill(again, P_BLOCKS)
     eventually_sync(lambda: sink.has_received(leg.request_id) and second.has_released(again.request_id))

@@ -41,6 +41,13 @@ class FakePlane(MemoryTransport):
     def __init__(self, fabric: Fabric, engine: str, rank: int, ranks: int, num_blocks: int) -> None:
         super().__init__(fabric, engine, rank, ranks, num_blocks)
         self.rank, self.ranks = rank, ranks
+        self.heard: list[str] = []
+
+    def notifications(self) -> list[str]:
+        """Kept in ``heard``: what the rank knows to have landed, which is later than ``content``."""
+        found = super().notifications()
+        self.heard += found
+        return found
 
     def register(self, kv_caches: dict[str, Any]) -> None:
         assert kv_caches == {}
