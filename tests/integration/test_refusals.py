@@ -123,7 +123,7 @@ async def test_a_permission_that_lacks_is_named_once(server: NatsServer, caplog:
     with caplog.at_level(logging.INFO, "kvbus"):
         async with NatsBus([url(server, "narrow")], "test") as bus:
             await bus.subscribe("kvbus.v1.default.>", lambda *_: None)
-            await eventually(lambda: bus.connected)
+            await eventually(lambda: bus.counters["permissions_denied"] >= 1)
         async with NatsBus([url(server, "ear")], "test") as bus:
             await eventually(lambda: bus.connected)
             for _ in range(3):
