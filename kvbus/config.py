@@ -13,9 +13,8 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from kvbus.errors import ConfigError
-from kvbus.fields import is_address
-from kvbus.patience import UNCLAIMED_S
-from kvbus.subjects import check_token
+from kvbus.protocol.decode import UNCLAIMED_S
+from kvbus.wire import check_token, is_address
 
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
@@ -37,11 +36,11 @@ class Config:
         block_lease_s: seconds for which a finished prefill's blocks wait for a registration.
         transfer_timeout_s: the longest that a decode request waits for its KV, seconds.
         unclaimed_s: for how long a decode request waits for a prefill that no prefill engine has, seconds: see
-            :mod:`kvbus.patience`.
+            :mod:`kvbus.protocol.decode.patience`.
         registration: when a decode engine takes blocks for a request whose KV comes from outside: ``eager``, as soon as
             vLLM would; ``jit``, when its last tokens are being prefilled; ``after_prefill``; or ``auto``, eager while
             half of its blocks would stay free, else jit. A request may say it, too.
-        write_lease_s, max_write_s: see :mod:`kvbus.lease`; the same in all engines of a namespace.
+        write_lease_s, max_write_s: see :mod:`kvbus.protocol.lease`; the same in all engines of a namespace.
     """
 
     nats_url: str

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.local.nats_server import NatsServer
+from kvbus.local import NatsServer
 
 
 @pytest.fixture(scope="session")

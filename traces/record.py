@@ -18,13 +18,12 @@ from typing import Any
 import aiohttp
 
 from kvbus.errors import KVBusError
-from kvbus.local.cluster import Cluster
-from kvbus.local.load import completion_body, make_prompt, read_events
-from kvbus.local.model import cache_dir, tiny
-from kvbus.otlp_json import to_otlp
+from kvbus.local import Cluster, cache_dir, make_prompt, tiny
+from kvbus.local.load import completion_body, read_events
 from kvbus.tools.sources import read_files
 from kvbus.tools.view import TraceView
-from kvbus.ttft import Outcome
+from kvbus.trace import Outcome
+from kvbus.trace.otlp_json import to_otlp
 
 RECORDED = Path(__file__).parent / "recorded"
 PROMPT_TOKENS = 2048

@@ -20,11 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlBase
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
-from kvbus.bus import NatsBus
+from kvbus.bus import NatsBus, connection_name
 from kvbus.config import Config
-from kvbus.messages import Heartbeat
-from kvbus.presence import connection_name
-from kvbus.subjects import check_token
+from kvbus.wire import Heartbeat, check_token
 
 from . import nixl_plane, reason
 from .compat import check_version, check_vllm_config

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable
 
 from kvbus.bounded import BoundedDict
+from kvbus.engine import RankReport
 from kvbus.metrics import Counters, OncePer
-from kvbus.rank import RankReport
 
 from .step import StepPlan
 

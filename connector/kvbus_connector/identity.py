@@ -14,7 +14,7 @@ from typing import Any
 
 from kvbus.config import Config
 from kvbus.errors import ConfigError
-from kvbus.messages import Heartbeat, Pairs, Role, State
+from kvbus.wire import Heartbeat, Pairs, Role, State
 
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 # vLLM's request ids: an index for each of ``n`` samples in front, an index for each prompt of a completions request
@@ -92,7 +92,7 @@ def traceparent_of(request: Any) -> str:
 
 
 def engine_secret() -> bytes:
-    """What the processes of one engine share, and nobody else: see :mod:`kvbus.keys`.
+    """What the processes of one engine share, and nobody else: see :mod:`kvbus.bus.keys`.
 
     The first of them, the API server, makes it up when vLLM loads its plugins; the others inherit its environment.
     Where they do not (an engine over several hosts), it is set by hand, the same for all of them.

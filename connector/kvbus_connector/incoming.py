@@ -15,11 +15,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
-from kvbus import blocks as block_runs
 from kvbus.bounded import BoundedDict
+from kvbus.engine import SinkScheduler
 from kvbus.errors import PayloadTooLargeError
-from kvbus.marks import Marking, Traced, traced
-from kvbus.messages import (
+from kvbus.metrics import Counters, OncePer
+from kvbus.protocol.decode import NEVER_SEEN, UNCLAIMED_S, unknown_at
+from kvbus.trace import Marking, MarkName, Traced, traced
+from kvbus.wire import (
     FIRST_ATTEMPT,
     Cancel,
     Heartbeat,
@@ -29,12 +31,9 @@ from kvbus.messages import (
     Rebind,
     Registration,
     Wanted,
+    is_token,
 )
-from kvbus.metrics import Counters, OncePer
-from kvbus.patience import NEVER_SEEN, UNCLAIMED_S, unknown_at
-from kvbus.sink import SinkScheduler
-from kvbus.subjects import is_token
-from kvbus.ttft import MarkName
+from kvbus.wire import blocks as block_runs
 
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .step import StepPlan
@@ -112,7 +111,7 @@ class Incoming:
     Args:
         when: where a request does not say.
         room: the share of this engine's KV blocks that would stay free if so many tokens were allocated.
-        unclaimed_s: see :mod:`kvbus.patience`.
+        unclaimed_s: see :mod:`kvbus.protocol.decode.patience`.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPu
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
 
-from kvbus import blocks
 from kvbus.errors import ConfigError, PeerRefusedError, TransferRefusedError
-from kvbus.matching import WriteEnded, WriteJob
+from kvbus.protocol.prefill import WriteEnded, WriteJob
+from kvbus.wire import blocks
 
 from .backends import check_backends
 from .compat import check_internals
@@ -190,7 +190,7 @@ def _quiet_agent(vllm_config: Any) -> Iterator[None]:
 
 
 class NixlPlane:
-    """See the module's docstring, and ``kvbus.transport.Transport``.
+    """See the module's docstring, and ``kvbus.engine.transport.Transport``.
 
     Args:
         device: the accelerator where the caches are, as :func:`current_device` of the worker's main thread says.

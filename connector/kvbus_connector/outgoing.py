@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvbus import blocks as block_runs
+from kvbus.bus import Node
 from kvbus.errors import PayloadTooLargeError
-from kvbus.marks import Marking, Traced, traced
-from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
-from kvbus.node import Node
-from kvbus.ttft import MarkName
+from kvbus.trace import Marking, MarkName, Traced, traced
+from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
+from kvbus.wire import blocks as block_runs
 
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .incoming import BlockRules

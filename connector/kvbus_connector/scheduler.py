@@ -13,18 +13,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvbus.bus import Bus
+from kvbus.bus import Bus, Keys, Node
 from kvbus.config import Config
-from kvbus.keys import Keys
-from kvbus.lease import SinkLease
-from kvbus.marks import Marker, serve_clock
-from kvbus.membership import Membership
-from kvbus.messages import DrainReply, DrainRequest, Heartbeat, State
+from kvbus.engine import SinkScheduler, serve_metadata, sources_of
 from kvbus.metrics import Counters
-from kvbus.node import Node
-from kvbus.registrar import Registrar
-from kvbus.sink import SinkScheduler, serve_metadata, sources_of
-from kvbus.subjects import Subjects
+from kvbus.protocol import Membership, SinkLease
+from kvbus.protocol.decode import Registrar
+from kvbus.trace import Marker, serve_clock
+from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
 from .address import serving_address
 from .door import Door
@@ -46,7 +42,7 @@ class SchedulerHalf:
     Args:
         own: this engine's first heartbeat.
         pid: of this process; its ancestor serves HTTP.
-        secret: what all processes of this engine share; see :mod:`kvbus.keys`.
+        secret: what all processes of this engine share; see :mod:`kvbus.bus.keys`.
     """
 
     def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int, secret: bytes) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbus.marks import Traced
-from kvbus.messages import PrefillCompleted, PrefillFailed, PrefillProgress
+from kvbus.trace import Traced
+from kvbus.wire import PrefillCompleted, PrefillFailed, PrefillProgress
 
 
 @dataclass(slots=True)

@@ -12,23 +12,15 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from kvbus.bus import Bus
+from kvbus.bus import Bus, Keys, Node
 from kvbus.config import Config
+from kvbus.engine import Abandon, Expect, Item, Rank, RankNode, RankReport, Told, Transport, Writer, sinks_of
 from kvbus.errors import ConfigError
-from kvbus.keys import Keys
-from kvbus.lease import term_s
-from kvbus.marks import Marker
-from kvbus.matcher import Matcher
-from kvbus.matching import Drain
-from kvbus.membership import Membership
-from kvbus.messages import Heartbeat
 from kvbus.metrics import Counters
-from kvbus.node import Node
-from kvbus.rank import Abandon, Expect, Item, Rank, RankReport, Told
-from kvbus.source import RankNode, sinks_of
-from kvbus.subjects import Subjects
-from kvbus.transport import Transport
-from kvbus.writer import Writer
+from kvbus.protocol import Membership, term_s
+from kvbus.protocol.prefill import Drain, Matcher
+from kvbus.trace import Marker
+from kvbus.wire import Heartbeat, Subjects
 
 from .door import RankDoor
 from .identity import SECRET
@@ -57,7 +49,7 @@ class WorkerHalf:
     Args:
         make_plane: called on the writer thread, which owns the plane from then on.
         make_bus: given a name for the connection.
-        secret: what all processes of this engine share; see :mod:`kvbus.keys`.
+        secret: what all processes of this engine share; see :mod:`kvbus.bus.keys`.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from kvbus.local.load import (
     run_load,
 )
 from kvbus.local.process import free_port, stop_all
-from kvbus.router.legs import new_transfer_id
+from kvbus.router.request import new_transfer_id
 from kvbus.signals import run
 
 ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)

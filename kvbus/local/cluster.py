@@ -20,7 +20,7 @@ from kvbus.local.model import check_model_dir
 from kvbus.local.nats_server import NatsServer
 from kvbus.local.observer import Observer
 from kvbus.local.process import Child, check_port_free, free_port, stop_all
-from kvbus.messages import State
+from kvbus.wire import State
 
 HOST = "127.0.0.1"
 BOOT_TIMEOUT_S = 600.0

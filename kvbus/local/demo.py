@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kvbus.errors import LocalClusterError
 from kvbus.local.cluster import Cluster
-from kvbus.router.reply import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
+from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
 
 QUESTIONS = (
     "What is the capital of France?",

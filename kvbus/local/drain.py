@@ -11,12 +11,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 
-from kvbus.bus import Bus
+from kvbus.bus import Bus, Node
 from kvbus.errors import BusUnavailableError, KVBusError
-from kvbus.membership import Membership
-from kvbus.messages import DrainReply, DrainRequest, Heartbeat, State
-from kvbus.node import Node
-from kvbus.subjects import Subjects
+from kvbus.protocol import Membership
+from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
 FIND_TIMEOUT_S = 5.0
 LOOK_ROUND_S = 0.6  # all engines answer who asks; if not, their next heartbeat comes

@@ -24,8 +24,7 @@ from kvbus.last_words import ASKED, new_file, read_once
 from kvbus.local.cluster import EngineSpec, engine_command, engine_environment
 from kvbus.local.drain import drain
 from kvbus.local.model import check_model_dir
-from kvbus.messages import Role
-from kvbus.subjects import Subjects
+from kvbus.wire import Role, Subjects
 
 STOP_TIMEOUT_S = 15.0
 POLL_S = 0.2

@@ -7,20 +7,19 @@ import time
 from collections import deque
 
 from kvbus.bounded import BoundedDict
-from kvbus.bus import NatsBus
+from kvbus.bus import NatsBus, Node
 from kvbus.config import Config
-from kvbus.membership import Change, Membership, PeerChanged, PeerJoined, PeerLeft
-from kvbus.messages import (
+from kvbus.protocol import Change, Membership, PeerChanged, PeerJoined, PeerLeft
+from kvbus.wire import (
     Heartbeat,
     PrefillCompleted,
     PrefillFailed,
     PrefillProgress,
+    Subjects,
     TransferDone,
     TransferFailed,
     TransferStarted,
 )
-from kvbus.node import Node
-from kvbus.subjects import Subjects
 
 MAX_KEPT = 4096
 

@@ -37,7 +37,7 @@ class Child:
         self._asked = False
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kvbus.local.child", *command],
+                [sys.executable, "-m", "kvbus.child", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -15,46 +15,55 @@ from random import Random
 
 from aiohttp import web
 
-from kvbus.collector import Collector, SpanSink, Trace
-from kvbus.membership import Change, PeerJoined, PeerLeft
-from kvbus.messages import (
-    CancelAck,
-    Heartbeat,
-    RegistrationAck,
-    TransferDone,
-    TransferFailed,
-    TransferStarted,
-)
+from kvbus.bus import Node
+from kvbus.engine import PREFILL, OfPrefill
 from kvbus.metrics import OncePer
-from kvbus.node import Node
-from kvbus.router import upstream
-from kvbus.router.access import MODEL, Access
-from kvbus.router.answers import NOT_FOUND, error
-from kvbus.router.asking import Asker
-from kvbus.router.choose import Choice, key_of
-from kvbus.router.clients import Clients
-from kvbus.router.dialects import CHAT, RESPONSES, Body, Dialect, must_be_alone
-from kvbus.router.errors import in_openais_form
-from kvbus.router.fleet import Fleet
-from kvbus.router.flight import Flight
-from kvbus.router.gate import Gate, TurnedAwayError
-from kvbus.router.headers import REQUEST_ID, request_id_of
-from kvbus.router.in_flight import InFlight
-from kvbus.router.job import Job
-from kvbus.router.legs import new_transfer_id
-from kvbus.router.loads import Loads
-from kvbus.router.meters import CONTENT_TYPE, Meters
-from kvbus.router.names import Names
-from kvbus.router.passing import Passing, respond
-from kvbus.router.readiness import Readiness, readiness_of
-from kvbus.router.reading import BadRequestError, Reader
+from kvbus.protocol import Change, PeerJoined, PeerLeft
+from kvbus.router.admission import Gate, TurnedAwayError
+from kvbus.router.error_form import in_openais_form
+from kvbus.router.fleet import (
+    SESSION_HEADER,
+    Asker,
+    Choice,
+    Fleet,
+    Loads,
+    Names,
+    Readiness,
+    affinity_of,
+    key_of,
+    prompt_tokens,
+    readiness_of,
+)
+from kvbus.router.http import (
+    MODEL,
+    NOT_FOUND,
+    REQUEST_ID,
+    Access,
+    BadRequestError,
+    Clients,
+    InFlight,
+    Reader,
+    error,
+    request_id_of,
+    upstream,
+)
+from kvbus.router.metrics import CONTENT_TYPE, Meters
+from kvbus.router.proxy import Passing, respond
+from kvbus.router.request import (
+    CHAT,
+    RESPONSES,
+    Body,
+    Dialect,
+    Flight,
+    Job,
+    Serving,
+    must_be_alone,
+    new_transfer_id,
+)
 from kvbus.router.routes import ROUTES, How, Route
-from kvbus.router.serving import Serving
-from kvbus.router.session import SESSION_HEADER, affinity_of, prompt_tokens
 from kvbus.router.settings import Settings
-from kvbus.sink import PREFILL, OfPrefill
-from kvbus.spans import Value
-from kvbus.ttft import MarkName
+from kvbus.trace import Collector, MarkName, SpanSink, Trace, Value
+from kvbus.wire import CancelAck, Heartbeat, RegistrationAck, TransferDone, TransferFailed, TransferStarted
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 from enum import Enum
 
-from kvbus.router.dialects import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Dialect
+from kvbus.router.request import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Dialect
 
 
 class How(Enum):

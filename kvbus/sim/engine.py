@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from kvbus.lease import term_s
-from kvbus.marks import NoMarks
-from kvbus.matcher import Matcher
-from kvbus.membership import Change, Membership
-from kvbus.messages import Bye, CancelAck, Heartbeat, Message, Pulse, RegistrationAck, State
-from kvbus.rank import AddPeer, Item, Rank
+from kvbus.engine import AddPeer, Item, Rank
+from kvbus.protocol import Change, Membership, term_s
+from kvbus.protocol.prefill import Matcher
 from kvbus.sim.plane import SimPlane, metadata_of
 from kvbus.sim.played import Played
-from kvbus.sim.stage import Scene
+from kvbus.sim.scene import Scene
 from kvbus.sim.world import SimBus
+from kvbus.trace import NoMarks
+from kvbus.wire import Bye, CancelAck, Heartbeat, Message, Pulse, RegistrationAck, State
 
 TICK_S = 0.2
 INTRODUCED_AFTER_S = 0.02

@@ -6,24 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from kvbus.lease import SinkLease
-from kvbus.matching import PooledCancel, PooledRegistration, SinkLeft
-from kvbus.membership import Change, PeerJoined, PeerLeft
-from kvbus.messages import (
-    Cancel,
-    Delivered,
-    Heartbeat,
-    LeaseEcho,
-    Message,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
-    Registration,
-    Role,
-    Wanted,
-)
-from kvbus.rank import Greet, Item, Overheard
-from kvbus.registrar import (
+from kvbus.engine import Greet, Item, Overheard
+from kvbus.protocol import Change, PeerJoined, PeerLeft, SinkLease
+from kvbus.protocol.decode import (
     Abandon,
     Aborted,
     BusBack,
@@ -38,11 +23,26 @@ from kvbus.registrar import (
     Reject,
     SourceLeft,
 )
+from kvbus.protocol.prefill import PooledCancel, PooledRegistration, SinkLeft
 from kvbus.sim.engine import INTRODUCED_AFTER_S, Engine
 from kvbus.sim.played import PlayedPrefill
 from kvbus.sim.played_decode import PlayedDecode
-from kvbus.sim.stage import Scene, Ticket
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import Ticket
 from kvbus.sim.world import SimBus
+from kvbus.wire import (
+    Cancel,
+    Delivered,
+    Heartbeat,
+    LeaseEcho,
+    Message,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    Role,
+    Wanted,
+)
 
 
 class SimPrefill(Engine):

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbus.messages import Heartbeat, Role, State
 from kvbus.sim.engines import make_engine
 from kvbus.sim.faults import CALM, Faults, Violation
 from kvbus.sim.plane import NUM_BLOCKS, Arena, Fabric
-from kvbus.sim.stage import VIRTUAL, Pace, Scene, Ticket
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import VIRTUAL, Pace, Ticket
 from kvbus.sim.weather import EVERYBODY, Weather
 from kvbus.sim.world import SimBus, World
+from kvbus.wire import Heartbeat, Role, State
 
 TRANSFERS_PER_LIFE = 200
 

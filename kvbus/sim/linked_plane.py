@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbus import blocks
 from kvbus.errors import PeerRefusedError, TransferRefusedError
-from kvbus.matching import WriteEnded, WriteJob
+from kvbus.protocol.prefill import WriteEnded, WriteJob
 from kvbus.sim.faults import Violation
 from kvbus.sim.live_stage import LiveStage
 from kvbus.sim.plane import NUM_BLOCKS, Fabric, Plane, owner_tag
 from kvbus.sim.stage import Pace, Stage
+from kvbus.wire import blocks
 
 CONNECT_TIMEOUT_S = 5.0
 Ended = Callable[[str], None]
@@ -112,7 +112,7 @@ class LinkedFabric(Fabric):
 
 
 class LinkedPlane:
-    """``kvbus.transport.Transport`` of one rank."""
+    """``kvbus.engine.transport.Transport`` of one rank."""
 
     def __init__(self, stage: Stage, pace: Pace, fabric: LinkedFabric, engine: str, rank: int) -> None:
         self._stage, self._pace, self._fabric, self._engine, self._rank = stage, pace, fabric, engine, rank

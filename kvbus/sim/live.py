@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from kvbus.messages import Heartbeat
 from kvbus.signals import run
 from kvbus.sim.faults import CALM, Faults, Violation
 from kvbus.sim.life import TRANSFERS_PER_LIFE, Account, Play
@@ -21,8 +20,10 @@ from kvbus.sim.live_engine import LiveEngine
 from kvbus.sim.live_stage import LiveStage, LogEar
 from kvbus.sim.lying import lying
 from kvbus.sim.plane import Fabric
-from kvbus.sim.stage import LIVE, Scene
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import LIVE
 from kvbus.sim.weather import Weather
+from kvbus.wire import Heartbeat
 
 MEET_S = 15.0
 

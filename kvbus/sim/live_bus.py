@@ -10,10 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from kvbus.bus import Bus, Callback, Handler, NatsBus, Watcher
+from kvbus.bus import Bus, Callback, Handler, MemoryBroker, MemoryBus, NatsBus, Watcher
 from kvbus.errors import BusUnavailableError
-from kvbus.local.nats_server import NatsServer
-from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.local import NatsServer
 from kvbus.metrics import Counters
 from kvbus.sim.live_stage import LiveStage
 from kvbus.sim.weather import EVERYBODY, Weather
@@ -23,7 +22,7 @@ _ENVELOPE_BYTES = 64
 
 
 class FaultyBus:
-    """A :class:`~kvbus.bus.Bus` around another. Each payload carries its sender's host, so that receivers know it.
+    """A :class:`~kvbus.bus.port.Bus` around another. Each payload carries its sender's host, so that receivers know it.
 
     Args:
         host: the engine that this connection belongs to.
@@ -165,7 +164,7 @@ class MemoryServer:
 class RealServer:
     """A nats-server of our own, always at the same port.
 
-    Start it in a thread that lives as long as it shall: see :mod:`kvbus.local.child`.
+    Start it in a thread that lives as long as it shall: see :mod:`kvbus.child`.
     """
 
     def __init__(self, stage: LiveStage, logs: Path) -> None:

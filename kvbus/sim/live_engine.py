@@ -12,24 +12,19 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from kvbus.bus import Bus
-from kvbus.keys import Keys
-from kvbus.lease import SinkLease, term_s
-from kvbus.marks import NoMarks
-from kvbus.matcher import Matcher
-from kvbus.membership import Membership
-from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Role
-from kvbus.node import Node
-from kvbus.rank import Item, Rank, RankReport
-from kvbus.registrar import Registrar
+from kvbus.bus import Bus, Keys, Node
+from kvbus.engine import Item, Rank, RankNode, RankReport, SinkScheduler, serve_metadata, sinks_of, sources_of
+from kvbus.protocol import Membership, SinkLease, term_s
+from kvbus.protocol.decode import Registrar
+from kvbus.protocol.prefill import Matcher
 from kvbus.sim.live_bus import FaultyBus
 from kvbus.sim.live_stage import LiveStage
 from kvbus.sim.played import PlayedPrefill
 from kvbus.sim.played_decode import PlayedDecode
-from kvbus.sim.stage import Scene, Ticket
-from kvbus.sink import SinkScheduler, serve_metadata, sources_of
-from kvbus.source import RankNode, sinks_of
-from kvbus.subjects import Subjects
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import Ticket
+from kvbus.trace import NoMarks
+from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Role, Subjects
 
 STEP_S = 0.02
 # The plane says when something has landed, so nothing must be polled for quickly.
@@ -38,7 +33,7 @@ SUBJECTS = Subjects("sim")
 
 
 class RankDriver:
-    """Drives one rank from the event loop, as :class:`kvbus.writer.Writer` does from a thread."""
+    """Drives one rank from the event loop, as :class:`kvbus.engine.writer.Writer` does from a thread."""
 
     def __init__(self, stage: LiveStage, report: Callable[[RankReport], None]) -> None:
         self._stage, self._report = stage, report

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvbus import blocks
+from kvbus.engine import Transport
 from kvbus.errors import PeerRefusedError, TransferRefusedError
-from kvbus.matching import WriteEnded, WriteJob
+from kvbus.protocol.prefill import WriteEnded, WriteJob
 from kvbus.sim.faults import Violation
 from kvbus.sim.stage import Pace, Stage
-from kvbus.transport import Transport
+from kvbus.wire import blocks
 
 NUM_BLOCKS = 96
 _ROUNDING_S = 1e-6
@@ -92,7 +92,7 @@ class Fabric:
 
 
 class SimPlane:
-    """``kvbus.transport.Transport`` of one rank."""
+    """``kvbus.engine.transport.Transport`` of one rank."""
 
     def __init__(self, stage: Stage, pace: Pace, fabric: Fabric, engine: str, rank: int) -> None:
         self._stage, self._pace, self._fabric, self._engine, self._rank = stage, pace, fabric, engine, rank

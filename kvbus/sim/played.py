@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvbus import blocks
-from kvbus.messages import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
-from kvbus.rank import Item, Told
+from kvbus.engine import Item, Told
 from kvbus.sim.faults import Violation
 from kvbus.sim.plane import Arena
-from kvbus.sim.stage import Scene, Ticket
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import Ticket
+from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, blocks
 
 TOKENS_PER_BLOCK = 32
 NEXT_STEP_S = 0.002

@@ -6,18 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from kvbus import blocks
-from kvbus.arrivals import Arrived
-from kvbus.messages import Cancel, Heartbeat, Registration, Wanted
-from kvbus.rank import Abandon, Expect, Item
+from kvbus.engine import Abandon, Expect, Item
+from kvbus.protocol.decode import Arrived
 from kvbus.sim.faults import Violation
 from kvbus.sim.plane import NUM_BLOCKS, owner_tag
 from kvbus.sim.played import TOKENS_PER_BLOCK, Played
-from kvbus.sim.stage import Scene, Ticket
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import Ticket
+from kvbus.wire import Cancel, Heartbeat, Registration, Wanted, blocks
 
 
 class SinkPort(Protocol):
-    """What :class:`kvbus.sink.SinkScheduler` is to vLLM's thread; see there."""
+    """What :class:`kvbus.engine.decode_scheduler.SinkScheduler` is to vLLM's thread; see there."""
 
     def why_not(self, hint: str) -> str: ...
 

@@ -22,8 +22,7 @@ import aiohttp
 import psutil
 
 from kvbus.errors import ConfigError, LocalClusterError
-from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import Child, free_port, stop_all
+from kvbus.local import Child, NatsServer, free_port, stop_all
 from kvbus.sim import scale_group, scale_load
 from kvbus.sim.live_engine import SUBJECTS
 

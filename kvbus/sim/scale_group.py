@@ -24,13 +24,14 @@ from aiohttp import web
 
 from kvbus.bus import NatsBus
 from kvbus.config import Config
-from kvbus.messages import Heartbeat, Role, State
 from kvbus.sim.faults import CALM
 from kvbus.sim.linked_plane import LinkedFabric
 from kvbus.sim.live_engine import LiveEngine
 from kvbus.sim.live_stage import LiveStage
 from kvbus.sim.played import TOKENS_PER_BLOCK
-from kvbus.sim.stage import Pace, Scene, Ticket
+from kvbus.sim.scene import Scene
+from kvbus.sim.stage import Pace, Ticket
+from kvbus.wire import Heartbeat, Role, State
 
 MODEL = "played"
 SENT_HEADER = "X-Sent-At"

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvbus.local.load import make_prompt
+from kvbus.local import make_prompt
 from kvbus.sim.played import TOKENS_PER_BLOCK
 from kvbus.sim.scale_group import MODEL, SENT_HEADER, run_fast
 

@@ -1,19 +1,14 @@
-"""What every played engine of a life shares: time, chance, pace, the played memory and the weather on the bus."""
+"""Time, chance and pace of a simulated life, and one client's request in it."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
-from kvbus.metrics import Counters
 from kvbus.sim.faults import Faults
-
-if TYPE_CHECKING:
-    from kvbus.sim.plane import Fabric
-    from kvbus.sim.weather import Weather
 
 
 class Stage(Protocol):
@@ -133,17 +128,3 @@ class Ticket:
     prefilled: bool = False
     ended: str = ""
     ended_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What the engines of one life share. ``counters`` are those of their ranks.
-
-    Without a ``weather`` messages on a real bus are just as a real engine's.
-    """
-
-    stage: Stage
-    pace: Pace
-    fabric: Fabric
-    weather: Weather | None = None
-    counters: Counters = field(default_factory=Counters)

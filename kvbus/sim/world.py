@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from kvbus.messages import Message, decode, encode
 from kvbus.sim.faults import Faults
 from kvbus.sim.weather import Weather
+from kvbus.wire import Message, decode, encode
 
 
 class World:

@@ -10,9 +10,8 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from kvbus import blocks
 from kvbus.errors import ConfigError
-from kvbus.messages import KINDS, Heartbeat, LeaseEcho, Message, Pulse
+from kvbus.wire import KINDS, Heartbeat, LeaseEcho, Message, Pulse, blocks
 
 MAX_SHOWN_CHARS = 160
 _CUT_TO = {"digest": 8, "traceparent": 16}

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from kvbus.bus import Bus
 from kvbus.errors import BusUnavailableError, MessageError
-from kvbus.messages import Who, encode, heard
-from kvbus.subjects import Subjects
 from kvbus.tools.lines import Said, Undecodable
+from kvbus.wire import Subjects, Who, encode, heard
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_HEARD = 1 << 16

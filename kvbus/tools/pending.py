@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvbus import blocks
 from kvbus.bounded import BoundedDict
-from kvbus.messages import (
+from kvbus.wire import (
     Cancel,
     Delivered,
     Message,
@@ -25,6 +24,7 @@ from kvbus.messages import (
     TransferFailed,
     TransferStarted,
     Wanted,
+    blocks,
 )
 
 MAX_OPEN = 1 << 16

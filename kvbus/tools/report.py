@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbus.tools.traffic import quantile
 from kvbus.tools.view import MS, TraceView
-from kvbus.ttft import Outcome, StageName
+from kvbus.trace import Outcome, StageName
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvbus.errors import TraceError
-from kvbus.local.cluster import TRACES
-from kvbus.local.model import cache_dir
-from kvbus.otlp_json import read_otlp
-from kvbus.spans import SpanData
+from kvbus.local import TRACES, cache_dir
 from kvbus.tools.view import TraceView, views_of
+from kvbus.trace import SpanData, read_otlp
 
 LAST = "last"
 TIMEOUT_S = 10.0

@@ -11,8 +11,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from kvbus.bounded import BoundedDict
-from kvbus.membership import MAX_PEERS, Membership, PeerLeft
-from kvbus.messages import Bye, Heartbeat, Message, PrefillFailed, TransferDone, TransferFailed
+from kvbus.protocol import MAX_PEERS, Membership, PeerLeft
+from kvbus.wire import Bye, Heartbeat, Message, PrefillFailed, TransferDone, TransferFailed
 
 RATE_WINDOW_S = 10
 WINDOW_S = 60.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvbus.spans import ROOT, SpanData, Value
-from kvbus.ttft import GAP_NS, StageName
+from kvbus.trace import GAP_NS, ROOT, SpanData, StageName, Value
 
 STAGES = frozenset(StageName)
 MS = 1e6

@@ -6,13 +6,12 @@ import math
 import time
 from collections.abc import Callable
 
-from kvbus.bus import Bus
-from kvbus.nobody import QUIET_S, NobodyError, nobody_in
-from kvbus.subjects import Subjects
+from kvbus.bus import QUIET_S, Bus, NobodyError, nobody_in
 from kvbus.tools.lines import Said, Selection, Undecodable
 from kvbus.tools.listen import listening
 from kvbus.tools.pending import PendingRow, PendingTable
 from kvbus.tools.traffic import Snapshot, Traffic
+from kvbus.wire import Subjects
 
 PROGRESS_EVERY_S = 0.1
 

@@ -6,9 +6,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvbus.spans import SpanData
 from kvbus.tools.view import MS, TraceView, problems
 from kvbus.tools.why import why
+from kvbus.trace import SpanData
 
 MAX_OTHERS = 40
 NARROWEST_BAR = 10

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvbus.spans import SpanData
 from kvbus.tools.view import MS, TraceView
-from kvbus.ttft import Outcome, StageName
+from kvbus.trace import Outcome, SpanData, StageName
 
 NOTICEABLE = 0.1  # a share of the TTFT that is worth a word of its own
 

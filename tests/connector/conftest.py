@@ -9,9 +9,9 @@ import pytest
 from support.fake_engine import Boot, FakeEngine
 from support.waiting import eventually_sync
 
-from kvbus.memory_bus import MemoryBroker
-from kvbus.memory_transport import Fabric
-from kvbus.messages import Role
+from kvbus.bus import MemoryBroker
+from kvbus.engine.memory_transport import Fabric
+from kvbus.wire import Role
 
 
 @pytest.fixture

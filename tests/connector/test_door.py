@@ -16,10 +16,11 @@ from kvbus_connector.step import StepPlan
 from support.fake_engine import Boot, FakeEngine, legs
 from support.waiting import eventually_sync
 
-from kvbus.arrivals import Arrived
-from kvbus.keys import Keys
-from kvbus.memory_bus import MemoryBroker
-from kvbus.messages import (
+from kvbus.bus import Keys, MemoryBroker
+from kvbus.engine import Rank, RankReport
+from kvbus.metrics import Counters
+from kvbus.protocol.decode import Arrived
+from kvbus.wire import (
     CancelAck,
     Heartbeat,
     LeaseEcho,
@@ -31,12 +32,10 @@ from kvbus.messages import (
     RegistrationAck,
     Role,
     State,
+    Subjects,
     TransferFailed,
     encode,
 )
-from kvbus.metrics import Counters
-from kvbus.rank import Rank, RankReport
-from kvbus.subjects import Subjects
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torch's

@@ -8,10 +8,9 @@ import pytest
 from support.fake_engine import Boot, FakeEngine, legs
 from support.waiting import eventually
 
+from kvbus.bus import MemoryBroker, MemoryBus
 from kvbus.local.drain import DrainError, Outcome, drain, take_back
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import State
-from kvbus.subjects import Subjects
+from kvbus.wire import State, Subjects
 
 SUBJECTS = Subjects("default")
 

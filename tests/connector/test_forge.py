@@ -18,11 +18,10 @@ import pytest
 from support.fake_engine import FakeEngine, legs
 from support.waiting import eventually_sync
 
-from kvbus.memory_bus import MemoryBroker
-from kvbus.memory_transport import Fabric
-from kvbus.messages import Role
-from kvbus.node import Node
+from kvbus.bus import MemoryBroker, Node
+from kvbus.engine.memory_transport import Fabric
 from kvbus.sim.forge import Forger
+from kvbus.wire import Role
 
 MESSAGES = int(os.environ.get("KVBUS_FORGE", "20000"))
 BATCH = 1_000

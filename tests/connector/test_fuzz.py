@@ -15,9 +15,10 @@ import pytest
 from support.fake_engine import FakeEngine, legs
 from support.waiting import eventually_sync
 
-from kvbus.memory_bus import MemoryBroker
-from kvbus.memory_transport import Fabric
-from kvbus.messages import (
+from kvbus.bus import MemoryBroker, Node
+from kvbus.bus.presence import DISCONNECTS
+from kvbus.engine.memory_transport import Fabric
+from kvbus.wire import (
     Bye,
     Cancel,
     CancelAck,
@@ -37,6 +38,7 @@ from kvbus.messages import (
     RegistrationAck,
     Role,
     State,
+    Subjects,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -44,9 +46,6 @@ from kvbus.messages import (
     Who,
     encode,
 )
-from kvbus.node import Node
-from kvbus.presence import DISCONNECTS
-from kvbus.subjects import Subjects
 
 PAYLOADS = int(os.environ.get("KVBUS_FUZZ", "30000"))
 BATCH = 5_000

@@ -10,8 +10,8 @@ import pytest
 from support.fake_engine import Boot, FakeEngine, Request, legs, restarted
 from support.waiting import eventually_sync
 
-from kvbus.memory_bus import MemoryBroker
-from kvbus.memory_transport import Fabric
+from kvbus.bus import MemoryBroker
+from kvbus.engine.memory_transport import Fabric
 
 P_BLOCKS, D_BLOCKS = [1, 2, 3], [10, 11, 12]
 KV = {10: "P:1", 11: "P:2", 12: "P:3"}

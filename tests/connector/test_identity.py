@@ -14,7 +14,7 @@ from kvbus_connector.identity import (
 )
 
 from kvbus.errors import ConfigError
-from kvbus.router.legs import transfers_of
+from kvbus.router.request.legs import transfers_of
 
 
 @pytest.mark.parametrize(

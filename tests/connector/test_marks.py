@@ -10,15 +10,12 @@ from support.fake_engine import Boot, FakeEngine, Request, legs
 from support.kept import Kept
 from support.waiting import eventually_sync
 
-from kvbus.collector import Collector
-from kvbus.marks import Marker, NoMarks, Traced, host_clock, traced
-from kvbus.membership import Membership
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Marks, Role
-from kvbus.node import Node
-from kvbus.subjects import Subjects
+from kvbus.bus import MemoryBroker, MemoryBus, Node
+from kvbus.protocol import Membership
 from kvbus.tools.view import problems, views_of
-from kvbus.ttft import MarkName, Outcome, Path, StageName
+from kvbus.trace import Collector, Marker, MarkName, NoMarks, Outcome, Path, StageName, Traced, traced
+from kvbus.trace.marks import host_clock
+from kvbus.wire import Marks, Role, Subjects
 
 SAMPLED = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = SAMPLED[:-1] + "0"

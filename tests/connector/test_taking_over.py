@@ -9,8 +9,8 @@ import pytest
 from support.fake_engine import Boot, FakeEngine, Request, legs
 from support.waiting import eventually_sync
 
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Rebind, RebindReply, decode, encode
+from kvbus.bus import MemoryBroker, MemoryBus
+from kvbus.wire import Rebind, RebindReply, decode, encode
 
 P_BLOCKS, D_BLOCKS, NEW_BLOCKS = [1, 2, 3], [10, 11, 12], [20, 21, 22]
 

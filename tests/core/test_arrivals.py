@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbus.arrivals import Arrivals, Arrived, Landed
+from kvbus.protocol.decode import Arrivals, Arrived, Landed
 
 
 def landed(rank: int = 0, writers: int = 1, attempt: int = 1) -> Landed:

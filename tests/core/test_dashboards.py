@@ -14,10 +14,11 @@ import pytest
 import yaml
 from kvbus_connector.board import METRICS, TIMES
 
-from kvbus.membership import Membership
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.meters import Meters
-from kvbus.ttft import Mark, MarkName, Outcome, Path, Stage, StageName
+from kvbus.protocol import Membership
+from kvbus.router.metrics import Meters
+from kvbus.trace import MarkName, Outcome, Path, StageName
+from kvbus.trace.path import Mark, Stage
+from kvbus.wire import Heartbeat, Role, State
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRACES = ROOT / "traces"

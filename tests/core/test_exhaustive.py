@@ -21,11 +21,8 @@ from typing import Any
 
 import pytest
 
-from kvbus.lease import SinkLease, term_s
-from kvbus.matcher import Matcher
-from kvbus.matching import PooledCancel, PooledRegistration, PostWrite, ReleaseBlocks, Send, SinkJoined, WriteEnded
-from kvbus.messages import Cancel, LeaseEcho, Message, PrefillCompleted, Registration, TransferStarted
-from kvbus.registrar import (
+from kvbus.protocol import SinkLease, term_s
+from kvbus.protocol.decode import (
     Abandon,
     Aborted,
     Echo,
@@ -37,6 +34,17 @@ from kvbus.registrar import (
     Registrar,
     SourceLeft,
 )
+from kvbus.protocol.prefill import (
+    Matcher,
+    PooledCancel,
+    PooledRegistration,
+    PostWrite,
+    ReleaseBlocks,
+    Send,
+    SinkJoined,
+    WriteEnded,
+)
+from kvbus.wire import Cancel, LeaseEcho, Message, PrefillCompleted, Registration, TransferStarted
 
 LEASE_S, MAX_WRITE_S = 1.5, 2.0
 REQUEST = "d"

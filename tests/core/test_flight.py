@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.answers import Answer
-from kvbus.router.choose import Key, fit, key_of
-from kvbus.router.flight import Flight
-from kvbus.router.flying import (
+from kvbus.router.fleet import Key, key_of
+from kvbus.router.fleet.policy import fit
+from kvbus.router.http import Answer
+from kvbus.router.request import Flight
+from kvbus.router.request.failover_events import (
     AskRebind,
     AwaitVerdict,
     ClientLeft,
@@ -36,6 +36,7 @@ from kvbus.router.flying import (
     TransferLost,
     VerdictDue,
 )
+from kvbus.wire import Heartbeat, Role, State
 
 P = Heartbeat("P", 1, 1, Role.PREFILL, State.READY, 1, "m", "h:1")
 Q, R = replace(P, engine="Q"), replace(P, engine="R")

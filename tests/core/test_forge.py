@@ -7,8 +7,8 @@ import random
 import msgpack
 
 from kvbus.errors import MessageError
-from kvbus.messages import Bye, Cancel, Heartbeat, Message, PrefillCompleted, Role, State, decode, encode
 from kvbus.sim.forge import Forger
+from kvbus.wire import Bye, Cancel, Heartbeat, Message, PrefillCompleted, Role, State, decode, encode
 
 HEARD: list[tuple[str, Message]] = [
     ("kvbus.v1.default.hb.prefill.P", Heartbeat("P", 7, 1, Role.PREFILL, State.READY, 1, "m")),

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from kvbus.bus import Keys
+from kvbus.bus.keys import FORGET_S, MAX_PINS
 from kvbus.errors import MessageError
-from kvbus.keys import FORGET_S, MAX_PINS, Keys
-from kvbus.membership import Membership, PeerJoined
-from kvbus.messages import (
+from kvbus.protocol import Membership, PeerJoined
+from kvbus.wire import (
     Bye,
     CancelAck,
     Heartbeat,
@@ -23,12 +24,12 @@ from kvbus.messages import (
     Release,
     Role,
     State,
+    Subjects,
     Who,
     decode,
     encode,
     heard,
 )
-from kvbus.subjects import Subjects
 
 S = Subjects("ns")
 ACK = RegistrationAck("t", "P", 5, 1, 0, 1, "r")

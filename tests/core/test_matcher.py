@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvbus.matcher import Matcher
-from kvbus.matching import (
+from kvbus.protocol.prefill import (
     Drain,
     Effect,
     Introduce,
+    Matcher,
     PooledCancel,
     PooledRegistration,
     PostWrite,
@@ -25,7 +25,7 @@ from kvbus.matching import (
     WriteEnded,
     WriteJob,
 )
-from kvbus.messages import (
+from kvbus.wire import (
     Cancel,
     CancelAck,
     Delivered,

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvbus.membership import Membership, PeerChanged, PeerJoined, PeerLeft, differences
-from kvbus.messages import Bye, Heartbeat, Role, State
-from kvbus.presence import connection_name, lost_engine
+from kvbus.bus import connection_name
+from kvbus.bus.presence import lost_engine
+from kvbus.protocol import Membership, PeerChanged, PeerJoined, PeerLeft, differences
+from kvbus.wire import Bye, Heartbeat, Role, State
 
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, compat=(("dtype", "bfloat16"),))
 

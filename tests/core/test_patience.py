@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbus.patience import unknown_at
+from kvbus.protocol.decode import unknown_at
 
 NEVER = float("-inf")
 

@@ -18,11 +18,19 @@ from typing import Any
 
 import pytest
 
-from kvbus.lease import SinkLease, term_s
-from kvbus.matcher import Matcher
-from kvbus.matching import PooledCancel, PooledRegistration, PostWrite, ReleaseBlocks, Send, SinkJoined, WriteEnded
-from kvbus.messages import Cancel, LeaseEcho, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
-from kvbus.registrar import Abandon, Aborted, BusBack, Echo, Publish, Received, Register, Registrar, SourceLeft
+from kvbus.protocol import SinkLease, term_s
+from kvbus.protocol.decode import Abandon, Aborted, BusBack, Echo, Publish, Received, Register, Registrar, SourceLeft
+from kvbus.protocol.prefill import (
+    Matcher,
+    PooledCancel,
+    PooledRegistration,
+    PostWrite,
+    ReleaseBlocks,
+    Send,
+    SinkJoined,
+    WriteEnded,
+)
+from kvbus.wire import Cancel, LeaseEcho, Message, PrefillCompleted, PrefillFailed, PrefillProgress, Registration
 
 LIVES = int(os.environ.get("KVBUS_LIVES", "300"))
 LEASE_S, MAX_WRITE_S, PULSE_S, DEAD_AFTER_S = 1.5, 2.0, 0.5, 3.0

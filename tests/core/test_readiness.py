@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.readiness import ALONE, readiness_of
+from kvbus.router.fleet import readiness_of
+from kvbus.router.fleet.readiness import ALONE
+from kvbus.wire import Heartbeat, Role, State
 
 P = Heartbeat("P", 1, 1, Role.PREFILL, State.READY, 1, "m", address="p:1", compat=(("dtype", "a"),))
 D = replace(P, engine="D", role=Role.DECODE, address="d:1")

@@ -8,24 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvbus.lease import SinkLease, term_s
-from kvbus.messages import (
-    Cancel,
-    CancelAck,
-    Delivered,
-    Echoes,
-    Heartbeat,
-    Pulse,
-    Registration,
-    RegistrationAck,
-    Role,
-    State,
-    TransferDone,
-    TransferFailed,
-    TransferStarted,
-)
-from kvbus.patience import NEVER_SEEN, PATIENCE_S, UNCLAIMED_S
-from kvbus.registrar import (
+from kvbus.protocol import SinkLease, term_s
+from kvbus.protocol.decode import (
+    NEVER_SEEN,
+    UNCLAIMED_S,
     Abandon,
     Aborted,
     BusBack,
@@ -40,6 +26,22 @@ from kvbus.registrar import (
     Registrar,
     Reject,
     SourceLeft,
+)
+from kvbus.protocol.decode.patience import PATIENCE_S
+from kvbus.wire import (
+    Cancel,
+    CancelAck,
+    Delivered,
+    Echoes,
+    Heartbeat,
+    Pulse,
+    Registration,
+    RegistrationAck,
+    Role,
+    State,
+    TransferDone,
+    TransferFailed,
+    TransferStarted,
 )
 
 REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)

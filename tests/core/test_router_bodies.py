@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.router import bodies
-from kvbus.router.answers import Answer
-from kvbus.router.bodies import SHORT_BYTES, Raw, members, pieces
-from kvbus.router.dialects import RESPONSES
-from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
-from kvbus.router.reading import BadRequestError, parse
-from kvbus.router.session import affinity_of, prompt_tokens
+from kvbus.router.fleet import affinity_of, prompt_tokens
+from kvbus.router.http import Answer, BadRequestError, Raw, bodies, parse
+from kvbus.router.http.bodies import SHORT_BYTES, members, pieces
+from kvbus.router.request import RESPONSES
+from kvbus.router.request.legs import decode_leg, prefill_leg, transfers_of
 
 LONG = list(range(100_000, 100_000 + SHORT_BYTES // 6))
 VALUES = st.recursive(

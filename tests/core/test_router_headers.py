@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from multidict import CIMultiDict
 
-from kvbus.router.headers import forwarded, request_id_of, returned
+from kvbus.router.http import request_id_of
+from kvbus.router.http.headers import forwarded, returned
 
 
 def test_what_belongs_to_one_connection_stays_there() -> None:

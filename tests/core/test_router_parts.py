@@ -12,17 +12,14 @@ import pytest
 from multidict import CIMultiDict
 
 from kvbus.errors import ConfigError
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.router.breaker import FAILURES, FIRST_S, Breaker
-from kvbus.router.choose import Choice
-from kvbus.router.clients import Clients
-from kvbus.router.dialects import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
-from kvbus.router.events import Failure, Nothing, Token, error_event, look, whole_events
-from kvbus.router.legs import decode_leg, prefill_leg, transfers_of
-from kvbus.router.loads import Loads
-from kvbus.router.names import MAX_NAMES, Names, read_list
-from kvbus.router.session import affinity_of, prompt_tokens
-from kvbus.router.turns import Turns
+from kvbus.router.fair_queue import Turns
+from kvbus.router.fleet import Choice, Loads, Names, affinity_of, prompt_tokens
+from kvbus.router.fleet.circuit_breaker import FAILURES, FIRST_S, Breaker
+from kvbus.router.fleet.model_names import MAX_NAMES, read_list
+from kvbus.router.http import Clients, Failure, Nothing, Token, error_event, look, whole_events
+from kvbus.router.request import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
+from kvbus.router.request.legs import decode_leg, prefill_leg, transfers_of
+from kvbus.wire import Heartbeat, Role, State
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 BODY = {

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvbus import matcher
-from kvbus.arrivals import Arrivals, Arrived
-from kvbus.lease import SinkLease, SourceLease
-from kvbus.matcher import Matcher
-from kvbus.matching import PostWrite, ReleaseBlocks
+from kvbus.protocol import SinkLease, SourceLease
+from kvbus.protocol.decode import Arrivals, Arrived
+from kvbus.protocol.prefill import Matcher, PostWrite, ReleaseBlocks, matcher
+from kvbus.protocol.prefill.decode_peers import Sinks
 from kvbus.sim.faults import KINDS, faults_of
 from kvbus.sim.life import Life
 from kvbus.sim.run import LawBrokenError, run_lives
-from kvbus.sinks import Sinks
 
 
 @pytest.fixture(autouse=True)

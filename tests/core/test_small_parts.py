@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus import blocks
 from kvbus.bounded import BoundedDict, Deadlines
 from kvbus.config import Config
 from kvbus.errors import ConfigError
-from kvbus.subjects import Subjects
+from kvbus.wire import Subjects, blocks
 
 URL = "nats://localhost:4222"
 

@@ -10,11 +10,9 @@ import pytest
 from support.critical_path import critical_path
 from support.span_model import MODEL, differences
 
-from kvbus.otlp_json import read_otlp
-from kvbus.spans import SpanData
 from kvbus.tools.view import TraceView, problems, views_of
 from kvbus.tools.why import why
-from kvbus.ttft import StageName
+from kvbus.trace import SpanData, StageName, read_otlp
 
 TRACES = Path(__file__).parents[2] / "traces"
 RECORDED = sorted((TRACES / "recorded").glob("*.json"))

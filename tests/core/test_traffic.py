@@ -11,7 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ConfigError
-from kvbus.messages import (
+from kvbus.tools.lines import Selection, Undecodable, json_line, line, parse_kinds
+from kvbus.tools.listen import Heard
+from kvbus.tools.pending import PendingTable, Stage
+from kvbus.tools.traffic import GONE_AFTER_S, MIB, RATE_WINDOW_S, WINDOW_S, Traffic, quantile
+from kvbus.wire import (
     KINDS,
     Bye,
     Cancel,
@@ -32,10 +36,6 @@ from kvbus.messages import (
     TransferStarted,
     Wanted,
 )
-from kvbus.tools.lines import Selection, Undecodable, json_line, line, parse_kinds
-from kvbus.tools.listen import Heard
-from kvbus.tools.pending import PendingTable, Stage
-from kvbus.tools.traffic import GONE_AFTER_S, MIB, RATE_WINDOW_S, WINDOW_S, Traffic, quantile
 
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, "m", free_blocks=30, total_blocks=40, requests=2)
 REGISTRATION = Registration("t", 1, "D", 7, "d1", (((10, 3),),), 96)

@@ -6,8 +6,7 @@ import inspect
 import re
 from pathlib import Path
 
-from kvbus.messages import KINDS
-from kvbus.subjects import Subjects
+from kvbus.wire import KINDS, Subjects
 
 TEXT = (Path(__file__).parents[2] / "docs" / "trust.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]

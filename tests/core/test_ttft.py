@@ -11,10 +11,11 @@ import pytest
 from support.critical_path import critical_path
 from support.span_model import differences
 
-from kvbus.spans import PRODUCER, ROOT, Ids, SpanData, spans_of
-from kvbus.story import path_of
 from kvbus.tools.view import problems, views_of
-from kvbus.ttft import GAP_NS, WHOLE, Mark, MarkName, Outcome, Path, StageName
+from kvbus.trace import GAP_NS, ROOT, WHOLE, MarkName, Outcome, Path, SpanData, StageName
+from kvbus.trace.path import Mark
+from kvbus.trace.spans import PRODUCER, Ids, spans_of
+from kvbus.trace.stages import path_of
 
 MS = 1_000_000
 IDS = Ids("ab" * 16, "cd" * 8, "ef" * 8)

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 
 from kvbus.config import Config
-from kvbus.lease import term_s
-from kvbus.matcher import Matcher
-from kvbus.registrar import Registrar
+from kvbus.protocol import term_s
+from kvbus.protocol.decode import Registrar
+from kvbus.protocol.prefill import Matcher
 from kvbus.router.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "waits.md"

@@ -8,13 +8,14 @@ from itertools import count
 import pytest
 
 from kvbus.errors import TraceError
-from kvbus.otlp_json import read_otlp, to_otlp
-from kvbus.spans import Ids, SpanData, spans_of
-from kvbus.story import path_of
 from kvbus.tools.report import report_of
 from kvbus.tools.view import TraceView, problems, views_of
 from kvbus.tools.why import why
-from kvbus.ttft import Mark, MarkName
+from kvbus.trace import MarkName, SpanData, read_otlp
+from kvbus.trace.otlp_json import to_otlp
+from kvbus.trace.path import Mark
+from kvbus.trace.spans import Ids, spans_of
+from kvbus.trace.stages import path_of
 
 MS = 1_000_000
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.engines import ARGUMENTS, EXACT, say
 
-from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
-from kvbus.local.model import cache_dir, tiny
+from kvbus.local import Cluster, cache_dir, tiny
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 
 
 @pytest.fixture(scope="session")

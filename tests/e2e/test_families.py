@@ -18,8 +18,8 @@ from support.engines import complete, complete_all, prompt_tokens, say
 from support.families import VOCABULARY, family
 
 from kvbus.errors import LocalClusterError
-from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
-from kvbus.local.model import cache_dir
+from kvbus.local import Cluster, cache_dir
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.matrix, pytest.mark.timeout(900)]
 

@@ -9,7 +9,7 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI
 from support.engines import assert_came_from_outside, metrics, prompt_tokens
 
-from kvbus.local.cluster import Cluster
+from kvbus.local import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.engines import assert_came_from_outside, complete, prompt, prompt_tokens
 
-from kvbus.local.cluster import Cluster
+from kvbus.local import Cluster
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -22,12 +22,11 @@ from support.ears import listening
 from support.engines import ARGUMENTS, assert_came_from_outside, complete, metrics, post, prompt, prompt_tokens, say
 from support.waiting import eventually
 
-from kvbus.keys import Keys
-from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
-from kvbus.local.process import Child, free_port
+from kvbus.bus import Keys
+from kvbus.local import Child, Cluster, free_port
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 from kvbus.local.soak import idle_cpu_percent
-from kvbus.messages import Heartbeat, Message, Registration, RegistrationAck, Role, encode
-from kvbus.subjects import Subjects
+from kvbus.wire import Heartbeat, Message, Registration, RegistrationAck, Role, Subjects, encode
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -16,14 +16,14 @@ from support.otlp import Endpoint, otlp_endpoint
 from support.span_model import differences
 from support.waiting import eventually
 
-from kvbus.local.cluster import Cluster
-from kvbus.local.load import completion_body, make_prompt, read_events
-from kvbus.spans import STREAM, SpanData
+from kvbus.local import Cluster, make_prompt
+from kvbus.local.load import completion_body, read_events
 from kvbus.tools.sources import read_files
 from kvbus.tools.traffic import quantile
 from kvbus.tools.view import TraceView, problems, views_of
 from kvbus.tools.why import why
-from kvbus.ttft import StageName
+from kvbus.trace import SpanData, StageName
+from kvbus.trace.spans import STREAM
 
 pytestmark = pytest.mark.e2e
 

@@ -11,8 +11,8 @@ import pytest
 from support.planes import NUM_BLOCKS, End, memory_ends, real_ends
 
 from kvbus.errors import PeerRefusedError, TransferRefusedError
-from kvbus.local.process import free_port
-from kvbus.matching import WriteEnded, WriteJob
+from kvbus.local import free_port
+from kvbus.protocol.prefill import WriteEnded, WriteJob
 
 JOB = WriteJob("t", 1, "p1", (((1, 3),),), "D", 1, "d1", (((10, 2), (20, 1)),))
 

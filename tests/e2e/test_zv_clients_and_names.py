@@ -15,7 +15,8 @@ from openai import APIStatusError, AsyncOpenAI, AuthenticationError, NotFoundErr
 from support.adapter import adapter
 from support.engines import EXACT, assert_came_from_outside, post, prompt, prompt_tokens, say
 
-from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
+from kvbus.local import Cluster
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

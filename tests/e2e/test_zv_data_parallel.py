@@ -11,8 +11,8 @@ import pytest
 from openai import AsyncOpenAI
 from support.engines import EXACT, complete, metrics, prompt, say
 
-from kvbus.local.cluster import Cluster
-from kvbus.messages import State
+from kvbus.local import Cluster
+from kvbus.wire import State
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -11,8 +11,8 @@ import pytest
 from support.engines import say
 from support.waiting import eventually_sync
 
+from kvbus.local import NatsServer
 from kvbus.local.cluster import Engine, EngineSpec, wait_until
-from kvbus.local.nats_server import NatsServer
 
 pytestmark = pytest.mark.e2e
 

@@ -18,9 +18,9 @@ import pytest
 from support.ears import Ears, listening
 from support.engines import EXACT, say
 
-from kvbus.local.cluster import Cluster
-from kvbus.local.load import Shot, make_prompt, plain_stream, run_load
-from kvbus.messages import Message, PrefillCompleted, PrefillProgress, Registration
+from kvbus.local import Cluster, make_prompt
+from kvbus.local.load import Shot, plain_stream, run_load
+from kvbus.wire import Message, PrefillCompleted, PrefillProgress, Registration
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 from support.engines import EXACT, assert_came_from_outside, complete, complete_all, prompt, prompt_tokens, say
 
-from kvbus.local.cluster import Cluster
-from kvbus.local.load import Shot, make_prompt, plain_stream, run_load
-from kvbus.local.nats_server import NatsServer
+from kvbus.local import Cluster, NatsServer, make_prompt
+from kvbus.local.load import Shot, plain_stream, run_load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

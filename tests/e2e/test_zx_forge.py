@@ -18,9 +18,9 @@ from support.engines import EXACT, assert_came_from_outside, complete, prompt, p
 from support.waiting import eventually
 
 from kvbus.bus import NatsBus
-from kvbus.local.cluster import Cluster
+from kvbus.local import Cluster
 from kvbus.sim.forge import Forger
-from kvbus.subjects import Subjects
+from kvbus.wire import Subjects
 
 MINUTES = float(os.environ.get("KVBUS_FORGE_MINUTES", "0.5"))
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900 + 60 * MINUTES)]

@@ -24,21 +24,22 @@ from support.engines import EXACT, Completion, complete, complete_all, post, pro
 from support.hurt import Hurt, Orders
 from support.waiting import eventually
 
-from kvbus.lease import WRITE_LEASE_S, term_s
-from kvbus.local.cluster import Cluster, is_healthy
-from kvbus.messages import (
+from kvbus.local import Cluster
+from kvbus.local.cluster import is_healthy
+from kvbus.protocol import WRITE_LEASE_S, term_s
+from kvbus.protocol.decode import UNCLAIMED_S
+from kvbus.wire import (
     CancelAck,
     Message,
     PrefillCompleted,
     Registration,
     RegistrationAck,
+    Subjects,
     TransferDone,
     TransferFailed,
     TransferStarted,
     encode,
 )
-from kvbus.patience import UNCLAIMED_S
-from kvbus.subjects import Subjects
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

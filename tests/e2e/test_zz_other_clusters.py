@@ -23,8 +23,8 @@ from support.engines import (
 )
 from support.waiting import eventually
 
-from kvbus.local.cluster import Cluster, Engine, EngineSpec, wait_until
-from kvbus.local.model import smollm2
+from kvbus.local import Cluster, smollm2
+from kvbus.local.cluster import Engine, EngineSpec, wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

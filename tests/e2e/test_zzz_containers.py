@@ -23,10 +23,10 @@ import pytest
 from support.otlp import Endpoint, otlp_endpoint
 from support.waiting import eventually
 
+from kvbus.local import free_port
 from kvbus.local.load import Prompt, run_load
-from kvbus.local.process import free_port
-from kvbus.spans import SpanData
 from kvbus.tools.view import problems, views_of
+from kvbus.trace import SpanData
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

@@ -12,8 +12,7 @@ import pytest
 from support.waiting import eventually
 
 from kvbus.bus import NatsBus
-from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import free_port
+from kvbus.local import NatsServer, free_port
 
 
 async def test_it_starts_without_a_server_and_joins_when_there_is_one(

@@ -9,21 +9,16 @@ from pathlib import Path
 
 from support.waiting import eventually
 
-from kvbus.bus import NatsBus
-from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import Child
-from kvbus.membership import Membership
-from kvbus.node import Node
-from kvbus.subjects import Subjects
+from kvbus.bus import NatsBus, Node
+from kvbus.local import Child, NatsServer
+from kvbus.protocol import Membership
+from kvbus.wire import Subjects
 
 ENGINE = """
 import asyncio, sys
-from kvbus.bus import NatsBus
-from kvbus.membership import Membership
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.node import Node
-from kvbus.presence import connection_name
-from kvbus.subjects import Subjects
+from kvbus.bus import NatsBus, Node, connection_name
+from kvbus.protocol import Membership
+from kvbus.wire import Heartbeat, Role, State, Subjects
 
 async def main():
     bus = NatsBus([sys.argv[1]], connection_name("P", 5))

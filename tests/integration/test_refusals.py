@@ -19,9 +19,8 @@ from support import certificates
 from support.waiting import eventually
 
 from kvbus.bus import NatsBus
-from kvbus.local.nats_server import NatsServer
-from kvbus.messages import Heartbeat, Role, State, encode
-from kvbus.subjects import Subjects
+from kvbus.local import NatsServer
+from kvbus.wire import Heartbeat, Role, State, Subjects, encode
 
 USERS = """\
 authorization {
@@ -80,7 +79,7 @@ async def kvbus(*words: str, **environment: str) -> tuple[int | None, str, str]:
 async def test_who_may_only_listen_stays_connected(
     server: NatsServer, user: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus.bus.PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvbus.bus.nats.PING_INTERVAL_S", 0.02)
     got: list[bytes] = []
     changes: list[bool] = []
     flushes = 0

@@ -11,9 +11,8 @@ from support.fronts import END, ROLE_EVENT, TOKEN_EVENT, fronted
 from support.waiting import eventually
 
 from kvbus.errors import ConfigError
-from kvbus.router.access import Access
-from kvbus.router.clients import Clients
-from kvbus.router.meters import OUTCOMES
+from kvbus.router.http import Access, Clients
+from kvbus.router.metrics import OUTCOMES
 from kvbus.router.settings import Settings
 
 CHAT = "/v1/chat/completions"

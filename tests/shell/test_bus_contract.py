@@ -10,10 +10,9 @@ from collections.abc import Callable
 import pytest
 from support.waiting import eventually
 
-from kvbus.bus import Bus, NatsBus
+from kvbus.bus import Bus, MemoryBroker, MemoryBus, NatsBus
 from kvbus.errors import BusUnavailableError, PayloadTooLargeError
-from kvbus.local.nats_server import NatsServer
-from kvbus.memory_bus import MemoryBroker, MemoryBus
+from kvbus.local import NatsServer
 
 Make = Callable[[], Bus]
 

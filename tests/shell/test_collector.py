@@ -18,17 +18,16 @@ from support.fronts import SUBJECTS, TOKEN_EVENT, Front, fronted
 from support.kept import Kept
 from support.waiting import eventually
 
-from kvbus.clocks import FRESH_NS, Clocks
-from kvbus.local.process import free_port
-from kvbus.marks import host_clock
-from kvbus.memory_bus import MemoryBus
-from kvbus.messages import ClockReply, MarkList, Marks, Role, encode
-from kvbus.otlp_json import read_otlp
-from kvbus.spans import SpanData
+from kvbus.bus import MemoryBus
+from kvbus.local import free_port
 from kvbus.tools.view import problems, views_of
-from kvbus.trace_file import TraceFile
-from kvbus.tracing import CLOSE_TIMEOUT_S, OtlpExport, Sampler, export_from_environment, parse_traceparent
-from kvbus.ttft import MarkName
+from kvbus.trace import MarkName, SpanData, read_otlp
+from kvbus.trace.clocks import FRESH_NS, Clocks
+from kvbus.trace.file import TraceFile
+from kvbus.trace.marks import host_clock
+from kvbus.trace.otlp import CLOSE_TIMEOUT_S, OtlpExport, Sampler, export_from_environment, parse_traceparent
+from kvbus.wire import ClockReply, Marks, Role, encode
+from kvbus.wire.codec import MarkList
 
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = CLIENTS[:-1] + "0"

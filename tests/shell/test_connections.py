@@ -18,11 +18,8 @@ from support.routers import CHAT, fleet, message_of, new_namespace
 from support.waiting import eventually
 
 from kvbus.errors import LocalClusterError
-from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import Child, free_port
-from kvbus.router import connection, listener
-from kvbus.router.in_flight import InFlight
-from kvbus.router.listener import Listener, room_for
+from kvbus.local import Child, NatsServer, free_port
+from kvbus.router.http import InFlight, Listener, connection, listener, room_for
 
 LIMIT = 4
 GET = b"GET %s HTTP/1.1\r\nHost: x\r\n\r\n"

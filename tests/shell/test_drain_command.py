@@ -11,12 +11,10 @@ from typing import Any
 from support.routers import new_namespace
 from support.waiting import eventually
 
-from kvbus.bus import NatsBus
-from kvbus.local.nats_server import NatsServer
-from kvbus.membership import Membership
-from kvbus.messages import DrainReply, DrainRequest, Heartbeat, Role, State
-from kvbus.node import Node
-from kvbus.subjects import Subjects
+from kvbus.bus import NatsBus, Node
+from kvbus.local import NatsServer
+from kvbus.protocol import Membership
+from kvbus.wire import DrainReply, DrainRequest, Heartbeat, Role, State, Subjects
 
 
 class Engine:

@@ -16,13 +16,13 @@ from kvbus.config import Config
 from kvbus.errors import ConfigError, LocalClusterError
 from kvbus.local import engine
 from kvbus.local.cluster import EngineSpec
-from kvbus.messages import Role
+from kvbus.wire import Role
 
 PROGRAM = """
 import sys
 from kvbus.config import Config
 from kvbus.local import drain, engine
-from kvbus.messages import Role
+from kvbus.wire import Role
 
 drain.FIND_TIMEOUT_S = float(sys.argv[3])
 stand_in = sys.argv[2]

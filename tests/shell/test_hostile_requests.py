@@ -14,7 +14,7 @@ import pytest
 from support.fronts import FakeApi
 from support.routers import RouterProcess, fleet, new_namespace, router_process
 
-from kvbus.local.nats_server import NatsServer
+from kvbus.local import NatsServer
 
 COUNT = 300
 PATIENCE_S = 0.5

@@ -17,7 +17,7 @@ from support.fronts import FakeApi
 from support.routers import fleet, new_namespace, router_process
 from support.waiting import eventually
 
-from kvbus.local.nats_server import NatsServer
+from kvbus.local import NatsServer
 
 MIB = 1 << 20
 STREAMS, BODIES = 20, 6

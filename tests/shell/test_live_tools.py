@@ -19,31 +19,30 @@ import pytest
 from rich.console import Console
 from support.waiting import eventually
 
-from kvbus.bus import NatsBus
+from kvbus.bus import MemoryBroker, MemoryBus, NatsBus
 from kvbus.errors import BusUnavailableError
-from kvbus.local.nats_server import NatsServer
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import (
+from kvbus.local import NatsServer
+from kvbus.sim.faults import CALM
+from kvbus.sim.live import live_once
+from kvbus.tools import watch
+from kvbus.tools.lines import Said, Selection, Undecodable
+from kvbus.tools.listen import MAX_HEARD, Ear, listening
+from kvbus.tools.pending import PendingTable, Stage
+from kvbus.tools.tables import Picture
+from kvbus.tools.traffic import MIB, Snapshot, Traffic
+from kvbus.wire import (
     Heartbeat,
     Message,
     PrefillCompleted,
     Registration,
     Role,
     State,
+    Subjects,
     TransferDone,
     Who,
     decode,
     encode,
 )
-from kvbus.sim.faults import CALM
-from kvbus.sim.live import live_once
-from kvbus.subjects import Subjects
-from kvbus.tools import watch
-from kvbus.tools.lines import Said, Selection, Undecodable
-from kvbus.tools.listen import MAX_HEARD, Ear, listening
-from kvbus.tools.pending import PendingTable, Stage
-from kvbus.tools.picture import Picture
-from kvbus.tools.traffic import MIB, Snapshot, Traffic
 
 SUBJECTS = Subjects("default")
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, "m", free_blocks=300, total_blocks=400)
@@ -180,7 +179,7 @@ class TestLoops:
     ) -> None:
         """S5: as in a wrong namespace."""
         monkeypatch.setattr("kvbus.tools.watch.QUIET_S", 0.01)
-        monkeypatch.setattr("kvbus.nobody.LISTEN_S", 0.05)
+        monkeypatch.setattr("kvbus.bus.wrong_namespace.LISTEN_S", 0.05)
         told: list[str] = []
         tap = watch.tap(
             MemoryBus(broker), SUBJECTS, Selection(), where="x", limit=1, show=lambda *_: None, say=told.append

@@ -10,17 +10,14 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import eventually_sync
 
-from kvbus.marks import NoMarks
-from kvbus.matcher import Matcher
-from kvbus.membership import Membership, PeerJoined, PeerLeft
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.memory_transport import Fabric, MemoryTransport
-from kvbus.messages import Bye, Heartbeat, PrefillCompleted, Registration, Role, State, Who, decode, encode
+from kvbus.bus import MemoryBroker, MemoryBus, Node
+from kvbus.engine import Rank, Writer
+from kvbus.engine.memory_transport import Fabric, MemoryTransport
 from kvbus.metrics import Counters
-from kvbus.node import Node
-from kvbus.rank import Rank
-from kvbus.subjects import Subjects
-from kvbus.writer import Writer
+from kvbus.protocol import Membership, PeerJoined, PeerLeft
+from kvbus.protocol.prefill import Matcher
+from kvbus.trace import NoMarks
+from kvbus.wire import Bye, Heartbeat, PrefillCompleted, Registration, Role, State, Subjects, Who, decode, encode
 
 SUBJECTS = Subjects("default")
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1)
@@ -185,7 +182,7 @@ class TestWriter:
 
     def test_a_flood_from_peers_is_dropped_not_queued_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
         counters = Counters()
-        monkeypatch.setattr("kvbus.writer.MAX_QUEUE", 10)
+        monkeypatch.setattr("kvbus.engine.writer.MAX_QUEUE", 10)
         writer, go = Writer("test-writer", counters), threading.Event()
         blocked = threading.Thread(target=lambda: writer.call(lambda: go.wait(5)))
         blocked.start()

@@ -12,7 +12,6 @@ import typer.main
 import uvloop
 from typer.testing import CliRunner
 
-from kvbus import cli
 from kvbus.cli import app
 from kvbus.errors import ConfigError
 from kvbus.router.settings import Settings
@@ -68,7 +67,7 @@ def test_the_routers_log_level(monkeypatch: pytest.MonkeyPatch, words: list[str]
         coroutine.close()
         return 0
 
-    monkeypatch.setattr(cli, "_log", levels.append)
+    monkeypatch.setattr(logging, "basicConfig", lambda *, level, **_: levels.append(level))
     monkeypatch.setattr(uvloop, "run", end)
     assert CliRunner().invoke(app, ["router", "--nats-url", "nats://h:1", *words]).exit_code == 0
     assert levels == [level]

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvbus.marks import NoMarks
-from kvbus.matcher import Matcher
-from kvbus.memory_transport import Fabric, MemoryTransport
-from kvbus.messages import (
+from kvbus.engine import AddPeer, Greet, Overheard, Rank
+from kvbus.engine.memory_transport import Fabric, MemoryTransport
+from kvbus.metrics import Counters, durations
+from kvbus.protocol.prefill import Matcher
+from kvbus.trace import MarkName, NoMarks
+from kvbus.wire import (
     LeaseEcho,
     Message,
     PrefillCompleted,
@@ -20,9 +22,6 @@ from kvbus.messages import (
     TransferFailed,
     TransferStarted,
 )
-from kvbus.metrics import Counters, durations
-from kvbus.rank import AddPeer, Greet, Overheard, Rank
-from kvbus.ttft import MarkName
 
 MAX_WRITE_S = 2.0
 

@@ -12,13 +12,11 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from support.waiting import eventually
 
-from kvbus.membership import Membership
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Bye, Heartbeat, Message, Release, Role, State, decode, encode
-from kvbus.node import Node
+from kvbus.bus import MemoryBroker, MemoryBus, Node
+from kvbus.protocol import Membership
 from kvbus.router.app import Router
-from kvbus.router.reply import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
-from kvbus.subjects import Subjects
+from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER
+from kvbus.wire import Bye, Heartbeat, Message, Release, Role, State, Subjects, decode, encode
 
 SSE = b'data: {"choices": [{"text": "\xc3\xa9"}]}\n\ndata: [DONE]\n\n'
 

@@ -13,9 +13,9 @@ from support.fronts import END, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
 from kvbus.errors import ConfigError
-from kvbus.messages import State
-from kvbus.router.reply import DECODE_HEADER
+from kvbus.router.request import DECODE_HEADER
 from kvbus.router.settings import Settings
+from kvbus.wire import State
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEEP = b"[" * 100_000

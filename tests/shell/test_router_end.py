@@ -20,7 +20,7 @@ from support.fronts import END, TOKEN_EVENT, FakeApi
 from support.routers import CHAT, Fleet, RouterProcess, ask, fleet, message_of, new_namespace, router_process
 from support.waiting import eventually
 
-from kvbus.local.nats_server import NatsServer
+from kvbus.local import NatsServer
 
 # Seconds of restarts under load.
 ROLL_S = float(os.environ.get("KVBUS_ROLL_S", "12"))

@@ -11,9 +11,10 @@ from aiohttp import FormData
 from support.fronts import END, TOKEN_EVENT, FakeApi, fronted
 from support.waiting import eventually
 
-from kvbus.router import asking, passing
-from kvbus.router.forms import looked_at
-from kvbus.router.reply import DECODE_HEADER, PREFILL_HEADER
+from kvbus.router import proxy as passing
+from kvbus.router.fleet import discovery as asking
+from kvbus.router.http import looked_at
+from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.routes import ROUTES, How
 
 KEY = {"Authorization": "Bearer secret"}

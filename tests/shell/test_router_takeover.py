@@ -10,10 +10,11 @@ import pytest
 from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
-from kvbus.messages import RegistrationAck, TransferFailed, encode
-from kvbus.router import passing, reply, streaming
-from kvbus.router.reply import ATTEMPT_HEADER, DECODE_HEADER, PREFILL_HEADER
+from kvbus.router import proxy as passing
+from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER, reply, streaming
+from kvbus.router.request.reply import ATTEMPT_HEADER
 from kvbus.router.settings import Settings
+from kvbus.wire import RegistrationAck, TransferFailed, encode
 
 
 def first_asked(front: Front, *names: str) -> FakeApi | None:
@@ -116,7 +117,7 @@ async def test_of_an_old_request_that_decode_does_not_know_any_more_it_is_asked_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is not streamed, and has its first token long since."""
-    monkeypatch.setattr("kvbus.router.rebinding.PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvbus.router.request.rebinding.PATIENCE_S", 0.0)
     async with fronted("P", "Q", "D") as front:
         front.refuse[""] = ["unknown transfer"] * 9
         hold(front, "D")
@@ -253,7 +254,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_and_is_not_sent_again(
 async def test_an_engine_that_leaves_the_bus_in_its_answer_may_go_on_speaking(
     speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus.router.streaming.SILENCE_S", 5.0 if speaks else 0.1)
+    monkeypatch.setattr("kvbus.router.request.streaming.SILENCE_S", 5.0 if speaks else 0.1)
     async with fronted("P", "D") as front:
         front["D"].stream = [TOKEN_EVENT, TOKEN_EVENT, END]
         front["D"].hold_rest.clear()

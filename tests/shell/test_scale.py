@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ConfigError, PeerRefusedError, TransferRefusedError
-from kvbus.matching import WriteJob
+from kvbus.protocol.prefill import WriteJob
 from kvbus.sim.faults import CALM, Violation
 from kvbus.sim.linked_plane import LinkedFabric, LinkedPlane
 from kvbus.sim.live_stage import LiveStage

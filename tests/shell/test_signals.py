@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 from support.waiting import eventually_sync
 
-from kvbus.local import process
-from kvbus.local.nats_server import NatsServer
-from kvbus.local.process import Child, stop_all
+from kvbus.local import Child, NatsServer, process, stop_all
 from kvbus.signals import SIGNALS, Signals
 
 # Says each SIGTERM, and ends half a second after the first; so does its own child, which hears only what it tells it.

@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from kvbus.bus import Keys
+from kvbus.engine import Item, Overheard, Rank, SinkScheduler
 from kvbus.errors import ConfigError
-from kvbus.keys import Keys
-from kvbus.lease import SinkLease
-from kvbus.messages import PrefillCompleted
-from kvbus.rank import Item, Overheard, Rank
+from kvbus.protocol import SinkLease
 from kvbus.sim.faults import ALL_FAULTS, CALM, KINDS
 from kvbus.sim.live import live_once
 from kvbus.sim.run import LawBrokenError, run_lives
-from kvbus.sink import SinkScheduler
+from kvbus.wire import PrefillCompleted
 
 ENDS = ("pushed", "recomputed", "computed locally", "aborted", "lost with its decode engine")
 STORM = replace(

@@ -13,11 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.otlp_json import read_otlp, to_otlp
-from kvbus.spans import SpanData
 from kvbus.tools import sources
 from kvbus.tools.view import TraceView, views_of
 from kvbus.tools.waterfall import MAX_OTHERS, waterfall
+from kvbus.trace import SpanData, read_otlp
+from kvbus.trace.otlp_json import to_otlp
 
 RECORDED = Path(__file__).parents[2] / "traces" / "recorded"
 EARLY = RECORDED / "push-early.json"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbus.spans import SpanData
+from kvbus.trace import SpanData
 
 
 def _us(ns: int) -> int:

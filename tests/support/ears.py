@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 
 from kvbus.bus import NatsBus
 from kvbus.errors import MessageError
-from kvbus.messages import Message, decode
-from kvbus.subjects import Subjects
+from kvbus.wire import Message, Subjects, decode
 
 from .waiting import eventually
 

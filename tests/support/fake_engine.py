@@ -13,10 +13,10 @@ from kvbus_connector.scheduler import SchedulerHalf
 from kvbus_connector.step import StepPlan
 from kvbus_connector.worker import WorkerHalf
 
+from kvbus.bus import MemoryBroker, MemoryBus
 from kvbus.config import Config
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.memory_transport import Fabric, MemoryTransport
-from kvbus.messages import Heartbeat, Role, State
+from kvbus.engine.memory_transport import Fabric, MemoryTransport
+from kvbus.wire import Heartbeat, Role, State
 
 COMPAT = (("dtype", "bfloat16"), ("model", "m"))
 BLOCK = 32

@@ -12,15 +12,12 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 from multidict import CIMultiDict
 
-from kvbus.bus import Bus
-from kvbus.collector import SpanSink
-from kvbus.membership import Membership
-from kvbus.memory_bus import MemoryBroker, MemoryBus
-from kvbus.messages import Bye, Heartbeat, Rebind, RebindReply, Release, Role, State, decode, encode
-from kvbus.node import Node
+from kvbus.bus import Bus, MemoryBroker, MemoryBus, Node
+from kvbus.protocol import Membership
 from kvbus.router.app import Router
 from kvbus.router.settings import Settings
-from kvbus.subjects import Subjects
+from kvbus.trace import SpanSink
+from kvbus.wire import Bye, Heartbeat, Rebind, RebindReply, Release, Role, State, Subjects, decode, encode
 from support.waiting import eventually
 
 SUBJECTS = Subjects("default")

@@ -14,7 +14,7 @@ from kvbus_connector import connector, nixl_plane
 
 from kvbus.bus import NatsBus
 from kvbus.errors import TransferRefusedError
-from kvbus.matching import WriteEnded, WriteJob
+from kvbus.protocol.prefill import WriteEnded, WriteJob
 from support.hurt import Hurt
 
 _hurt = Hurt.from_environment()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvbus.spans import SpanData
+from kvbus.trace import SpanData
 
 
 class Kept:

@@ -12,7 +12,8 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from kvbus.spans import INTERNAL, SpanData
+from kvbus.trace import SpanData
+from kvbus.trace.spans import INTERNAL
 
 
 class Endpoint(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]

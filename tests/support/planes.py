@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvbus.memory_transport import BLOCK_BYTES, Fabric, MemoryTransport
-from kvbus.transport import Transport
+from kvbus.engine import Transport
+from kvbus.engine.memory_transport import BLOCK_BYTES, Fabric, MemoryTransport
 
 NUM_BLOCKS = 64
 

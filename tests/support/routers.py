@@ -15,12 +15,10 @@ from typing import Any
 
 import aiohttp
 
-from kvbus.bus import NatsBus
-from kvbus.local.process import Child, free_port
-from kvbus.membership import Membership
-from kvbus.messages import Heartbeat, Role, State
-from kvbus.node import Node
-from kvbus.subjects import Subjects
+from kvbus.bus import NatsBus, Node
+from kvbus.local import Child, free_port
+from kvbus.protocol import Membership
+from kvbus.wire import Heartbeat, Role, State, Subjects
 from support.fronts import FakeApi
 from support.waiting import eventually
 

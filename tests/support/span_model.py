@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kvbus.spans import INTERNAL, PRODUCER, SERVER, SpanData
+from kvbus.trace import SpanData
+from kvbus.trace.spans import INTERNAL, PRODUCER, SERVER
 
 MODEL: dict[str, Any] = json.loads((Path(__file__).parents[2] / "traces" / "model.json").read_text())
 _KINDS = {"INTERNAL": INTERNAL, "PRODUCER": PRODUCER, "SERVER": SERVER}

@@ -1,0 +1,130 @@
+"""Which engines a request goes to. Pure: chance is an argument.
+
+The less loaded of two engines picked by chance (so that several routers with the same old news do not all pick the same
+one), unless the engine that has probably kept the prompt's head has little more to do: then that one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from kvbus.protocol import differences
+from kvbus.router.fleet.loads import Loads
+from kvbus.wire import Heartbeat, State
+
+DECODE_SLACK = 4.0  # requests; what a prefix kept on decode saves, the transfer of it, is little
+
+Key = tuple[str, int]
+"""An engine and its incarnation."""
+
+
+def key_of(engine: Heartbeat) -> Key:
+    return (engine.engine, engine.incarnation)
+
+
+def is_usable(engine: Heartbeat) -> bool:
+    """Whether it takes new requests."""
+    return engine.state is State.READY and bool(engine.address)
+
+
+def fit(prefill: Heartbeat, decode: Heartbeat) -> bool:
+    """Whether KV can go from one to the other."""
+    return prefill.engine != decode.engine and not differences(prefill, decode)
+
+
+def rank(session: str, engines: Sequence[Heartbeat]) -> list[Heartbeat]:
+    """Rendezvous hashing: an order of the engines for this session. An engine that goes or comes changes only its own
+    place in it."""
+
+    def weight(engine: Heartbeat) -> bytes:
+        return hashlib.blake2b(f"{session}\0{engine.engine}".encode(), digest_size=8).digest()
+
+    return sorted(engines, key=weight)
+
+
+def choose_one(
+    engines: Sequence[Heartbeat],
+    load: Callable[[Heartbeat], float],
+    chance: Random,
+    *,
+    session: str = "",
+    slack: float = 0.0,
+) -> Heartbeat | None:
+    """One of ``engines``, None if there is none.
+
+    Args:
+        session: what the request has in common with earlier ones, empty for nothing.
+        slack: how much more loaded the session's own engine may be than the other choice.
+    """
+    if not engines:
+        return None
+    two = chance.sample(list(engines), min(2, len(engines)))
+    lighter = min(two, key=load)
+    if session:
+        home = rank(session, engines)[0]
+        if load(home) <= load(lighter) + slack:
+            return home
+    return lighter
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What can be chosen for one request, as things stand now.
+
+    Args:
+        engines: those that serve the model that is asked for.
+        tokens: of the prompt, about. What an engine has kept of it saves at most so much work, so the session's own
+            engine may have so much more to do.
+        alone: the decode engine must compute the prompt itself.
+        ranked: a leg reaches the data parallel rank that it names; else ranks are no party to a transfer, since nobody
+            knows which of them would get it.
+        most: a decode engine that has got so many requests of ours gets more only if there is no other.
+    """
+
+    engines: Sequence[Heartbeat]
+    loads: Loads
+    chance: Random
+    session: str = ""
+    tokens: int = 0
+    alone: bool = False
+    ranked: bool = True
+    most: int = 1 << 30
+
+    def source(self, sink: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
+        """A prefill engine for ``sink``; None for it: one for which there is a decode engine."""
+        if self.alone:
+            return None
+        sinks = self._sinks(without) if sink is None else [sink]
+        fitting = [
+            engine
+            for engine in self.engines
+            if engine.role.prefills
+            and self._is_open(engine, without)
+            and any(self._fit(engine, each) for each in sinks if key_of(each) != key_of(engine))
+        ]
+        return choose_one(
+            self._trusted(fitting), self.loads.prefill, self.chance, session=self.session, slack=float(self.tokens)
+        )
+
+    def sink(self, source: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
+        """A decode engine that takes KV from ``source``; None for it: any."""
+        fitting = [engine for engine in self._sinks(without) if source is None or self._fit(source, engine)]
+        roomy = [engine for engine in fitting if self.loads.own(engine) < self.most] or fitting
+        return choose_one(
+            self._trusted(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
+        )
+
+    def _sinks(self, without: Collection[Key]) -> list[Heartbeat]:
+        return [engine for engine in self.engines if engine.role.decodes and self._is_open(engine, without)]
+
+    def _is_open(self, engine: Heartbeat, without: Collection[Key]) -> bool:
+        return is_usable(engine) and key_of(engine) not in without
+
+    def _fit(self, prefill: Heartbeat, decode: Heartbeat) -> bool:
+        return fit(prefill, decode) and (self.ranked or not (prefill.data_parallel or decode.data_parallel))
+
+    def _trusted(self, engines: list[Heartbeat]) -> list[Heartbeat]:
+        return [engine for engine in engines if not self.loads.is_suspect(engine)] or engines

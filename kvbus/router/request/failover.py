@@ -1,0 +1,231 @@
+"""One request's way through the engines, and who takes over when one is lost. Pure.
+
+The one rule: until the first token is out any engine may be lost and the client sees only a later token; from then on
+nothing is sent a second time. :meth:`Flight.apply` alone changes a flight; what comes too late changes nothing.
+
+A prefill engine that is lost is replaced under the next attempt, which the decode engine must agree to (it may have
+the KV already). A decode engine that is lost is replaced without a second prefill: the prefill engine keeps the KV
+until the first token is out. Called by :class:`kvbus.router.request.serving.Serving` only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from kvbus.router.fleet import Key, key_of
+from kvbus.router.http import Answer
+from kvbus.router.request.failover_events import (
+    AskRebind,
+    AwaitVerdict,
+    ClientLeft,
+    Effect,
+    EngineLeft,
+    Event,
+    Fail,
+    PassOn,
+    RebindAnswered,
+    Refuse,
+    Release,
+    SendDecode,
+    SendPrefill,
+    SinkAnswered,
+    SinkLost,
+    SourceAnswered,
+    SourceLost,
+    SourceRefused,
+    TookOver,
+    TransferLost,
+    VerdictDue,
+)
+from kvbus.wire import FIRST_ATTEMPT, Heartbeat
+
+MAX_TAKEOVERS = 3
+TAKEOVER_S = 5.0
+
+
+class Options(Protocol):
+    """Which engines there are now; see :class:`kvbus.router.fleet.policy.Choice`."""
+
+    def source(self, sink: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
+
+    def sink(self, source: Heartbeat | None, without: frozenset[Key]) -> Heartbeat | None: ...
+
+
+class _Prefill(Enum):
+    NONE = "nobody computes it but decode"
+    ASKING = "decode is asked to take it from another engine"
+    RUNNING = "running"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Flight:
+    """See the module's docstring.
+
+    Args:
+        source: None if ``sink`` computes the prompt itself.
+        max_takeovers: bound on engines lost in one request, of either kind.
+        takeover_s: how long a decode engine shall wait for another prefill engine, seconds.
+    """
+
+    source: Heartbeat | None
+    sink: Heartbeat
+    max_takeovers: int = MAX_TAKEOVERS
+    takeover_s: float = TAKEOVER_S
+    attempt: int = FIRST_ATTEMPT
+    over: bool = False
+    _prefill: _Prefill = _Prefill.NONE
+    _prefill_leg: int = FIRST_ATTEMPT  # the attempt under which each leg was sent
+    _decode_leg: int = FIRST_ATTEMPT
+    _takeovers: int = 0
+    _waits_s: float = 0.0  # what the decode engine was told
+    _refusal: Answer | None = None
+    _asked: TookOver | None = None
+    _keeper: Heartbeat | None = None  # its WRITE failed: if that was decode's end, its KV is still wanted
+    _lost: set[Key] = field(default_factory=set)
+
+    def begin(self, options: Options) -> list[Effect]:
+        """Both legs go out at once."""
+        effects: list[Effect] = []
+        if self.source is not None:
+            self._prefill = _Prefill.RUNNING
+            effects.append(SendPrefill(self.source, self.attempt))
+        return [*effects, self._send_decode(options)]
+
+    def apply(self, event: Event, options: Options) -> list[Effect]:
+        """Apply one event."""
+        if self.over and not isinstance(event, ClientLeft):
+            return []
+        match event:
+            case SourceAnswered(attempt):
+                if self._prefill is _Prefill.RUNNING and attempt == self._prefill_leg:
+                    self._prefill = _Prefill.DONE
+                return []
+            case SourceRefused(attempt, answer):
+                if self._prefill is not _Prefill.RUNNING or attempt != self._prefill_leg:
+                    return []
+                self._refusal = answer
+                return [AwaitVerdict()]
+            case SourceLost(attempt, why):
+                current = self._prefill is _Prefill.RUNNING and attempt == self._prefill_leg
+                return self._lose_source(why, options) if current else []
+            case SinkAnswered(attempt, status):
+                return self._answered(status) if attempt == self._decode_leg else []
+            case SinkLost(attempt, why, answer):
+                return self._lose_sink(why, answer, options) if attempt == self._decode_leg else []
+            case RebindAnswered(attempt, refused):
+                return self._rebound(attempt, refused)
+            case EngineLeft(engine, incarnation, why):
+                return self._leave((engine, incarnation), why, options)
+            case TransferLost(engine, attempt, why):
+                current = self.source is not None and engine == self.source.engine and attempt == self.attempt
+                if not current or self._refusal is not None:
+                    return []
+                kept = self.source if self._prefill is _Prefill.DONE else None
+                effects = self._lose_source(why, options, keep=kept is not None)
+                self._keeper = kept
+                return effects
+            case VerdictDue():
+                return self._refuse() if self._refusal is not None else []
+            case ClientLeft():
+                self.over = True
+                return self._release()
+
+    def _answered(self, status: int) -> list[Effect]:
+        self.over = True
+        return [*(self._release() if status >= 400 else []), PassOn()]
+
+    def _refuse(self) -> list[Effect]:
+        assert self._refusal is not None
+        self.over = True
+        return [*self._release(), Refuse(self._refusal)]
+
+    def _leave(self, gone: Key, why: str, options: Options) -> list[Effect]:
+        if self._keeper is not None and gone == key_of(self._keeper):
+            self._keeper = None
+        if gone == key_of(self.sink):
+            others = options.sink(None, frozenset(self._lost | {gone})) if self._may_take_over else None
+            # It may be the bus that it has lost, not its life: with nobody to take over, its leg decides.
+            return self._lose_sink(why, None, options) if others is not None or self._refusal is not None else []
+        if self.source is not None and gone == key_of(self.source) and self._refusal is None:
+            return self._lose_source(why, options)
+        return []
+
+    def _lose_source(self, why: str, options: Options, *, keep: bool = False) -> list[Effect]:
+        lost, effects = self.source, [] if keep else self._release()
+        assert lost is not None
+        self._keeper = None
+        self._lost.add(key_of(lost))
+        needed = self._prefill is not _Prefill.DONE  # else decode has the KV, most probably
+        self.source = options.source(self.sink, frozenset(self._lost)) if self._may_take_over else None
+        self._asked = None
+        if self.source is None:
+            self._prefill = _Prefill.NONE
+            if needed:
+                effects.append(TookOver("prefill", lost.engine, self.sink.engine, self.attempt, why))
+            if not needed and not self._waits_s:
+                return effects
+            self.attempt += 1
+            return [*effects, AskRebind(self.sink, None, self.attempt)]
+        self._prefill = _Prefill.ASKING
+        self._takeovers += 1
+        self.attempt += 1
+        self._asked = TookOver("prefill", lost.engine, self.source.engine, self.attempt, why)
+        return [*effects, AskRebind(self.sink, self.source, self.attempt)]
+
+    def _rebound(self, attempt: int, refused: str) -> list[Effect]:
+        if self._prefill is not _Prefill.ASKING or attempt != self.attempt or self.source is None:
+            return []
+        assert self._asked is not None
+        if refused:  # it has the KV, or computes it
+            self.source, self._prefill = None, _Prefill.NONE
+            return []
+        self._prefill, self._prefill_leg, self._keeper = _Prefill.RUNNING, attempt, None
+        return [self._asked, SendPrefill(self.source, attempt)]
+
+    def _lose_sink(self, why: str, answer: Answer | None, options: Options) -> list[Effect]:
+        lost = self.sink
+        self._lost.add(key_of(lost))
+        if self._refusal is not None:
+            return self._refuse()
+        if self._keeper is not None:
+            self.source, self._prefill, self._keeper = self._keeper, _Prefill.DONE, None
+        has_kv = self._prefill in (_Prefill.RUNNING, _Prefill.DONE)
+        kept = self.source if has_kv else None
+        sink = options.sink(kept, frozenset(self._lost)) if self._may_take_over else None
+        effects: list[Effect] = []
+        if sink is None and kept is not None and self._may_take_over:  # others do not fit this prefill engine
+            sink, kept, effects = options.sink(None, frozenset(self._lost)), None, self._release()
+        if sink is None:
+            self.over = True
+            return [*self._release(), Refuse(answer) if answer is not None else Fail(lost.engine, why)]
+        self.attempt += 1
+        self._takeovers += 1
+        self.sink = sink
+        effects.append(TookOver("decode", lost.engine, sink.engine, self.attempt, why))
+        if kept is None:
+            self.source = options.source(sink, frozenset(self._lost))
+            self._prefill, self._prefill_leg = _Prefill.NONE, self.attempt
+            if self.source is not None:
+                self._prefill = _Prefill.RUNNING
+                effects.append(SendPrefill(self.source, self.attempt))
+        return [*effects, self._send_decode(options)]
+
+    def _send_decode(self, options: Options) -> SendDecode:
+        self._decode_leg = self.attempt
+        self._waits_s = 0.0
+        # With its prefill done the KV is there, or was given back after a first token that nobody saw: then to wait for
+        # another prefill engine is in vain.
+        if self.source is not None and self._prefill is _Prefill.RUNNING:
+            others = options.source(self.sink, frozenset(self._lost | {key_of(self.source)}))
+            self._waits_s = self.takeover_s if others is not None else 0.0
+        return SendDecode(self.sink, self.source, self.attempt, self._waits_s)
+
+    def _release(self) -> list[Effect]:
+        return [Release(self.source, self.sink, self.attempt)] if self.source is not None else []
+
+    @property
+    def _may_take_over(self) -> bool:
+        return self._takeovers < self.max_takeovers
