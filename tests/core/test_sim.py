@@ -8,8 +8,10 @@ import pytest
 
 from kvbus.protocol import SinkLease, SourceLease
 from kvbus.protocol.decode import Arrivals, Arrived
-from kvbus.protocol.prefill import Matcher, PostWrite, ReleaseBlocks, matcher
+from kvbus.protocol.prefill import PostWrite, ReleaseBlocks, joiner
 from kvbus.protocol.prefill.decode_peers import Sinks
+from kvbus.protocol.prefill.joiner import Joiner
+from kvbus.protocol.prefill.registrations import Registrations
 from kvbus.sim.faults import KINDS, faults_of
 from kvbus.sim.life import Life
 from kvbus.sim.run import LawBrokenError, run_lives
@@ -55,7 +57,7 @@ def release_at_once(self: Any, key: str, transfer: Any, now: float) -> Any:
     return effects + posted
 
 
-REGISTER, MATCH = Matcher._register, Matcher._match
+REGISTER, MATCH = Registrations.register, Joiner.match
 
 
 def begin_with_the_echo(self: Any, sink: str, incarnation: int, number: int) -> None:
@@ -66,24 +68,24 @@ LIMIT = 20_000  # each is found long before
 Patch = tuple[Any, str, Any]
 MUTATIONS: dict[str, tuple[str, list[Patch]]] = {
     "F1: blocks go back without waiting for anybody": ("kill", [(SinkLease, "safe_at", lambda *_: float("-inf"))]),
-    "F2: an attempt that is over may be written": ("rebind", [(Matcher, "_register", forget_attempts)]),
+    "F2: an attempt that is over may be written": ("rebind", [(Registrations, "register", forget_attempts)]),
     "F2: an older incarnation of the sink is written": (
         "restart",
         [(Sinks, "get", lambda self, engine, _: self._joined.get(engine)), (Sinks, "is_stale", lambda *_: False)],
     ),
-    "F2: what an older epoch registered is not forgotten": ("partition", [(Matcher, "_hear", renew_only)]),
-    "F2: source blocks go back under the WRITE": ("none", [(Matcher, "_match", release_at_once)]),
+    "F2: what an older epoch registered is not forgotten": ("partition", [(Registrations, "hear", renew_only)]),
+    "F2: source blocks go back under the WRITE": ("none", [(Joiner, "match", release_at_once)]),
     "F3: posted without a lease": ("partition", [(SourceLease, "until", lambda *_: float("inf"))]),
     "F3: the lease begins when the echo comes": ("partition", [(SourceLease, "echoed", begin_with_the_echo)]),
     "F4: a cancel is acknowledged under a WRITE": (
         "abort",
-        [(Matcher, "_cancel", lambda self, cancel, now, direct: [self._cancel_ack(cancel)])],
+        [(Registrations, "cancel", lambda self, cancel, now, direct: [self._answers.cancelled(cancel)])],
     ),
     "F5: a late notification is reported again": (
         "all",
         [(Arrivals, "land", lambda self, landed: [Arrived(landed.request_id, ok=True)])],
     ),
-    "F6: block ids are not checked": ("all", [(matcher, "mismatch", lambda *_: "")]),
+    "F6: block ids are not checked": ("all", [(joiner, "mismatch", lambda *_: "")]),
 }
 
 

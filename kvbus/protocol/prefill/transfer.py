@@ -5,13 +5,12 @@ Pure data of :mod:`kvbus.protocol.prefill.matcher`, which alone changes it, and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from kvbus.protocol.prefill.events import SinkJoined, WriteJob
 from kvbus.wire import (
     Cancel,
-    CancelAck,
     PrefillCompleted,
     PrefillProgress,
     Registration,
@@ -37,9 +36,27 @@ class Outcome(Enum):
 class Stage(Enum):
     """Of the registration that a transfer holds."""
 
-    WAITING = "waiting"  # for its other half, for the sink's memory, for the lease
+    WAITING = "waiting"  # for its other half, for the decode engine's memory, for the lease
     WRITING = "writing"
     WRITTEN = "written"  # the KV stays until the first token is out: another decode engine may have to take over
+
+
+class Step(Enum):
+    """What moves a transfer from one stage to another."""
+
+    POST = "its WRITE is posted"
+    FINISH = "its WRITE has ended well"
+    FORGET = "its registration is forgotten"
+
+
+NEXT = {
+    (Stage.WAITING, Step.POST): Stage.WRITING,
+    (Stage.WAITING, Step.FORGET): Stage.WAITING,
+    (Stage.WRITING, Step.FINISH): Stage.WRITTEN,
+    (Stage.WRITING, Step.FORGET): Stage.WAITING,  # only once the WRITE has ended
+    (Stage.WRITTEN, Step.FORGET): Stage.WAITING,
+}
+"""Every step that there is. Which event leads to which one in which stage: ``docs/protocol.md``."""
 
 
 @dataclass(slots=True)
@@ -64,10 +81,20 @@ class Transfer:
     lowest_attempt: int = 0  # what was answered for earlier ones holds for ever: they are never written (F2, F4)
     highest_attempt: int = 0  # heard of; a running WRITE of an earlier one is not the transfer's end
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this engine has heard of the prefill from its own scheduler."""
+        return self.announced or self.completion is not None
+
+    def take(self, step: Step) -> None:
+        """Go to the stage that follows: the only way that it changes."""
+        self.stage = NEXT[self.stage, step]
+
     def forget(self) -> None:
         """Forget the registration; the decode engine may send it again."""
+        self.take(Step.FORGET)
         self.registration, self.acknowledged, self.bound, self.held_up = None, False, False, ""
-        self.stage, self.cancel, self.done, self.delivered = Stage.WAITING, None, None, False
+        self.cancel, self.done, self.delivered = None, None, False
 
     def close_attempt(self) -> None:
         """Forget the registration, and refuse its attempt from now on."""
@@ -81,18 +108,17 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Tombstone:
+class Ending:
     """What is remembered of a transfer that has ended: ``reply`` goes to a decode engine that asks again."""
 
     outcome: Outcome
     attempt: int
-    reply: CancelAck | TransferDone | TransferFailed | None = None
+    reply: TransferDone | TransferFailed | None = None
 
-
-def same(held: Registration, again: Registration) -> bool:
-    """Whether it is the same registration sent again: only what belongs to the sending may differ."""
-    sending = {name: getattr(held, name) for name in ("source_incarnation", "echoes", "epoch")}
-    return replace(again, **sending) == held
+    def answers(self, registration: Registration) -> bool:
+        """Whether the reply is to this very registration, whose sender has missed it."""
+        reply, asked = self.reply, (registration.attempt, registration.request_id)
+        return reply is not None and (reply.attempt, reply.request_id) == asked
 
 
 def mismatch(registration: Registration, completion: PrefillCompleted, sink: SinkJoined) -> str:
