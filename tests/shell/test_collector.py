@@ -27,7 +27,7 @@ from kvbus.trace.file import TraceFile
 from kvbus.trace.marks import host_clock
 from kvbus.trace.otlp import CLOSE_TIMEOUT_S, OtlpExport, Sampler, export_from_environment, parse_traceparent
 from kvbus.wire import ClockReply, Marks, Role, encode
-from kvbus.wire.codec import MarkList
+from kvbus.wire.fields import MarkList
 
 CLIENTS = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 NOT_SAMPLED = CLIENTS[:-1] + "0"

@@ -7,8 +7,7 @@ Here is decided what is registered, for how long it waits, and when vLLM may hav
 from __future__ import annotations
 
 from kvbus.protocol.decode.arrivals import Arrivals, Arrived, Landed
-from kvbus.protocol.decode.patience import LONG_STEP_S, NEVER_SEEN, UNCLAIMED_S, unknown_at
-from kvbus.protocol.decode.registrar import (
+from kvbus.protocol.decode.events import (
     Abandon,
     Aborted,
     BusBack,
@@ -21,10 +20,11 @@ from kvbus.protocol.decode.registrar import (
     Rebound,
     Received,
     Register,
-    Registrar,
     Reject,
     SourceLeft,
 )
+from kvbus.protocol.decode.patience import LONG_STEP_S, NEVER_SEEN, UNCLAIMED_S, unknown_at
+from kvbus.protocol.decode.registrar import Registrar
 
 __all__ = [
     "LONG_STEP_S",
