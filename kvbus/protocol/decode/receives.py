@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -122,6 +123,11 @@ class Receives:
 
     def __len__(self) -> int:
         return len(self._by_request)
+
+    def counts(self) -> dict[str, int]:
+        """Receives by the value of their phase."""
+        phases = Counter(receive.phase for receive in self._by_request.values())
+        return {phase.value: phases[phase] for phase in Phase}
 
     def all(self) -> list[Receive]:
         return list(self._by_request.values())

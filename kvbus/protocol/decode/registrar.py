@@ -76,6 +76,11 @@ class Registrar:
     def __len__(self) -> int:
         return len(self._receives)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """Receives by phase, for metrics and tests."""
+        return self._receives.counts()
+
     def next_deadline(self) -> float | None:
         return self._receives.next_deadline()
 
