@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engines import ARGUMENTS, EXACT, say
+from support.engines import ARGUMENTS, BLOCK_LEASE_S, say
 
 from kvbus.local import Cluster, cache_dir, tiny
 from kvbus.local.cluster import Engine, EngineSpec, wait_until
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that hurt the shared cluster run after the last one that only asks it; all others stay where they are."""
+    harmful = [item for item in items if item.get_closest_marker("hurts_the_cluster")]
+    others = [item for item in items if item not in harmful]
+    asking = [index for index, item in enumerate(others) if "cluster" in getattr(item, "fixturenames", ())]
+    after = asking[-1] + 1 if asking else len(others)
+    items[:] = [*others[:after], *harmful, *others[after:]]
 
 
 @pytest.fixture(scope="session")
@@ -22,29 +31,25 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
-def _alone(name: str, model: Path, logs: Path, arguments: Sequence[str]) -> Iterator[str]:
-    engine = Engine(EngineSpec(name, model, "tiny-qwen3", arguments=arguments), logs)
-    try:
-        wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
-        yield engine.url
-    finally:
-        engine.child.stop()
+@pytest.fixture(scope="session")
+def booting_reference(model: Path, logs: Path) -> Iterator[Engine]:
+    """One engine by itself; it boots beside whatever is done until :func:`reference` is used."""
+    engine = Engine(EngineSpec("reference", model, "tiny-qwen3", arguments=ARGUMENTS), logs)
+    yield engine
+    engine.child.stop()
 
 
 @pytest.fixture(scope="session")
-def reference(model: Path, logs: Path) -> Iterator[str]:
+def reference(booting_reference: Engine) -> str:
     """The URL of one engine by itself."""
-    yield from _alone("reference", model, logs, ARGUMENTS)
+    engine = booting_reference
+    wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
+    return engine.url
 
 
 @pytest.fixture(scope="session")
-def exact_reference(model: Path, logs: Path) -> Iterator[str]:
-    """Likewise, in float32."""
-    yield from _alone("exact-reference", model, logs, EXACT)
-
-
-@pytest.fixture(scope="session")
-def cluster(model: Path, logs: Path) -> Iterator[Cluster]:
+def cluster(model: Path, logs: Path, booting_reference: Engine) -> Iterator[Cluster]:
     """One prefill and one decode engine behind the router."""
-    with Cluster(model, logs, arguments=ARGUMENTS, say=say) as running:
+    extra = {"block_lease_s": BLOCK_LEASE_S}
+    with Cluster(model, logs, arguments=ARGUMENTS, extra=extra, say=say) as running:
         yield running

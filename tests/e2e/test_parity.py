@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engines import assert_came_from_outside, complete, prompt, prompt_tokens
+from support.engines import assert_came_from_outside, complete, complete_all, prompt, prompt_tokens
 
 from kvbus.local import Cluster
 
@@ -41,3 +41,13 @@ async def test_same_prompt_twice_and_then_longer(cluster: Cluster, reference: st
     assert tail.tokens == (await complete(reference, longer)).tokens
     cached_blocks = 300 // BLOCK
     assert cluster.observer.transfer(tail.headers["X-KVBus-Transfer-Id"])[0].blocks == -(-450 // BLOCK) - cached_blocks
+
+
+async def test_sixteen_at_once(cluster: Cluster, reference: str) -> None:
+    prompts = [prompt(64 + 37 * index, seed=100 + index) for index in range(16)]
+    expected = [await complete(reference, each) for each in prompts]
+    before = await prompt_tokens(cluster.engines["decode-0"].url)
+    got = await complete_all(cluster.url, prompts)
+    spent = await prompt_tokens(cluster.engines["decode-0"].url) - before
+    assert [each.tokens for each in got] == [each.tokens for each in expected]
+    assert_came_from_outside(spent, sum(len(each) for each in prompts))

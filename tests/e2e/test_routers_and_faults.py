@@ -288,28 +288,6 @@ async def test_a_failed_receive_under_policy_fail_is_an_error_and_never_an_empty
     assert (status, len(answer["choices"][0]["token_ids"])) == (200, 5), "it serves others"
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"nats_url": "http://host"}, "bad configuration: nats_url='http://host'; allowed: a URL such as nats://"),
-        ({"nats_url": "nats://h", "nats_ulr": 1}, "bad configuration: nats_ulr=1; allowed: the keys backends, block_"),
-    ],
-)
-async def test_a_bad_configuration_stops_the_engine_with_one_message(
-    alone: Any, extra: dict[str, Any], message: str
-) -> None:
-    engine = alone(f"bad-{len(extra)}", extra)
-    deadline = time.monotonic() + 240
-    while engine.child.alive:
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.2)
-    log = engine.child.log.read_text()
-    assert message in log
-    assert sum(
-        "ERROR" in line and "kvbus: bad configuration" in line and "Error:" not in line for line in log.splitlines()
-    )
-
-
 async def test_an_engine_in_the_foreground_joins_serves_and_is_drained_when_stopped(
     cluster: Cluster, reference: str, tmp_path: Path
 ) -> None:

@@ -28,7 +28,7 @@ from kvbus.trace.spans import STREAM
 pytestmark = pytest.mark.e2e
 
 REQUESTS = 50
-ROUNDS = 4
+ROUNDS = 2
 PUSHED = [name for name in StageName if name not in (StageName.LOST, StageName.DECODE_QUEUE, StageName.DECODE_COMPUTE)]
 
 

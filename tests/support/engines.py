@@ -13,9 +13,10 @@ from typing import Any
 import aiohttp
 
 TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
-ARGUMENTS = ("--max-model-len", "4096", "--block-size", "32", "--max-num-batched-tokens", "256", "--seed", "1", *TOOLS)
 # Summing in another order, over ranks or in a batch, changes the last bits; in float32 too few to change an answer.
-EXACT = (*ARGUMENTS, "--dtype", "float32")
+EXACT = ("--dtype", "float32", "--seed", "1")
+ARGUMENTS = ("--max-model-len", "4096", "--block-size", "32", "--max-num-batched-tokens", "256", *EXACT, *TOOLS)
+BLOCK_LEASE_S = 10.0  # of the shared cluster
 VOCABULARY = range(300, 4000)  # of the tiny model, without its special tokens and single bytes
 
 

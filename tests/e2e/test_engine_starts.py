@@ -58,28 +58,57 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def output_of(spec: EngineSpec, logs: Path) -> str:
-    """Everything that an engine writes which does not start."""
-    child = Engine(spec, logs).child
+@pytest.fixture(scope="module")
+def outputs(
+    model: Path, hybrid: Path, nats_server: NatsServer, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
+    """What engines write that do not start; all at once, since most of the time each waits for its own processes."""
+    unfit = {"VLLM_SSM_CONV_STATE_LAYOUT": "SD"}
+    specs = {
+        "setting": spec_of(model, nats_server, "--pipeline-parallel-size", "2"),
+        "backend": spec_of(model, nats_server, backends=["UCX", "NOSUCH"]),
+        "key": spec_of(model, nats_server, nats_ulr=1),
+        "layout": replace(spec_of(hybrid, nats_server), environment=unfit),
+    }
+    logs = tmp_path_factory.mktemp("starts")
+    children = {name: Engine(replace(spec, name=name), logs).child for name, spec in specs.items()}
     try:
-        eventually_sync(lambda: not child.alive, timeout_s=240)
+        eventually_sync(lambda: not any(child.alive for child in children.values()), timeout_s=280)
     finally:
-        child.kill()  # all of its processes, should it have started after all
-    output = child.log.read_text().rstrip()
-    assert child.status == 1, output
-    return output
+        for child in children.values():
+            child.kill()  # all of its processes, should it have started after all
+    written = {name: child.log.read_text().rstrip() for name, child in children.items()}
+    assert {name: child.status for name, child in children.items()} == dict.fromkeys(specs, 1), written
+    return written
 
 
-def test_a_setting_that_is_not_supported(model: Path, nats_server: NatsServer, tmp_path: Path) -> None:
-    output = output_of(spec_of(model, nats_server, "--pipeline-parallel-size", "2"), tmp_path)
-    assert output.splitlines()[-1] == "kvbus: bad configuration: pipeline_parallel_size=2; allowed: 1"
+def last_line(output: str) -> str:
+    return output.splitlines()[-1]
 
 
-def test_a_backend_that_cannot_be_loaded(model: Path, nats_server: NatsServer, tmp_path: Path) -> None:
-    last = output_of(spec_of(model, nats_server, backends=["UCX", "NOSUCH"]), tmp_path).splitlines()[-1]
+def test_a_setting_that_is_not_supported(outputs: dict[str, str]) -> None:
+    assert last_line(outputs["setting"]) == "kvbus: bad configuration: pipeline_parallel_size=2; allowed: 1"
+
+
+def test_a_backend_that_cannot_be_loaded(outputs: dict[str, str]) -> None:
+    last = last_line(outputs["backend"])
     assert last.startswith("kvbus: bad configuration: backends=['UCX', 'NOSUCH']; allowed: what NIXL can load here: ")
     assert last.endswith("; there is no plugin NOSUCH")
     assert "UCX" in last.partition("here: ")[2]
+
+
+def test_an_unknown_key_is_said_once_in_the_log_too(outputs: dict[str, str]) -> None:
+    said = "bad configuration: nats_ulr=1; allowed: the keys backends, block_"
+    assert said in last_line(outputs["key"])
+    lines = [line for line in outputs["key"].splitlines() if "ERROR" in line and said in line and "Error:" not in line]
+    assert lines
+
+
+def test_a_layout_that_does_not_fit_is_refused(outputs: dict[str, str]) -> None:
+    assert last_line(outputs["layout"]) == (
+        "kvbus: bad configuration: VLLM_SSM_CONV_STATE_LAYOUT='SD'; "
+        "allowed: DS in the environment, for a model with Mamba layers"
+    )
 
 
 def test_a_mamba_hybrid_needs_no_variable(hybrid: Path, nats_server: NatsServer, tmp_path: Path) -> None:
@@ -90,11 +119,3 @@ def test_a_mamba_hybrid_needs_no_variable(hybrid: Path, nats_server: NatsServer,
         engine.child.signal(signal.SIGTERM)
         engine.child.stop()
     assert "VLLM_SSM_CONV_STATE_LAYOUT=DS" in engine.child.log.read_text()
-
-
-def test_a_layout_that_does_not_fit_is_refused(hybrid: Path, nats_server: NatsServer, tmp_path: Path) -> None:
-    spec = replace(spec_of(hybrid, nats_server), environment={"VLLM_SSM_CONV_STATE_LAYOUT": "SD"})
-    assert output_of(spec, tmp_path).splitlines()[-1] == (
-        "kvbus: bad configuration: VLLM_SSM_CONV_STATE_LAYOUT='SD'; "
-        "allowed: DS in the environment, for a model with Mamba layers"
-    )

@@ -1,7 +1,7 @@
 """Cases that need a fault at one exact moment, on two real engines, real NIXL and a real nats-server.
 
 Both engines run the real connector, which holds back what a test orders it to (:mod:`support.hurt_connector`). They are
-booted once, with the handshake held: the first tests need engines that have never met. Named to run after healthy ones.
+booted once, with the handshake held: the first tests need engines that have never met.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgpack
 import psutil
 import pytest
 from support.ears import Ears, listening
-from support.engines import EXACT, Completion, complete, complete_all, post, prompt, prompt_tokens, say
+from support.engines import ARGUMENTS, Completion, complete, complete_all, post, prompt, prompt_tokens, say
 from support.hurt import Hurt, Orders
 from support.waiting import eventually
 
@@ -61,18 +61,12 @@ def hurt(tmp_path_factory: pytest.TempPathFactory) -> Hurt:
 
 
 @pytest.fixture(scope="module")
-def reference(exact_reference: str) -> str:
-    """Many requests run at once here, and in bfloat16 a batch alone changes about one answer of fifty."""
-    return exact_reference
-
-
-@pytest.fixture(scope="module")
 def pair(model: Any, hurt: Hurt, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     hurt.order(Orders(hold_handshake=True))
     with Cluster(
         model,
         tmp_path_factory.mktemp("pair"),
-        arguments=[*EXACT, "--num-gpu-blocks-override", str(POOL)],
+        arguments=[*ARGUMENTS, "--num-gpu-blocks-override", str(POOL)],
         decode_arguments=["--max-num-seqs", str(SLOTS)],
         extra={
             "block_lease_s": BLOCK_LEASE_S,

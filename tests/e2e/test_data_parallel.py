@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from openai import AsyncOpenAI
-from support.engines import EXACT, complete, metrics, prompt, say
+from support.engines import ARGUMENTS, complete, metrics, prompt, say
 
 from kvbus.local import Cluster
 from kvbus.wire import State
@@ -45,8 +45,8 @@ async def finished(url: str) -> Counter[str]:
     return count
 
 
-async def test_each_leg_reaches_the_rank_that_was_chosen(model: Path, tmp_path: Path, exact_reference: str) -> None:
-    with DataParallel(model, tmp_path, arguments=[*EXACT, "--data-parallel-size", "2"], say=say) as cluster:
+async def test_each_leg_reaches_the_rank_that_was_chosen(model: Path, tmp_path: Path, reference: str) -> None:
+    with DataParallel(model, tmp_path, arguments=[*ARGUMENTS, "--data-parallel-size", "2"], say=say) as cluster:
         urls = {name: cluster.engines[name].url for name in ("prefill-0", "decode-0")}
         chosen: Counter[str] = Counter()
         before = {name: await finished(url) for name, url in urls.items()}
@@ -54,7 +54,7 @@ async def test_each_leg_reaches_the_rank_that_was_chosen(model: Path, tmp_path: 
         prompts = [prompt(100 + number, seed=90 + number) for number in range(12)]
         for ids in prompts:
             got = await complete(cluster.url, ids)
-            assert got.tokens == (await complete(exact_reference, ids)).tokens
+            assert got.tokens == (await complete(reference, ids)).tokens
             chosen.update((got.headers["X-KVBus-Prefill"], got.headers["X-KVBus-Decode"]))
         print(dict(chosen))
         assert set(chosen) == {f"{name}_dp{rank}" for name in urls for rank in RANKS}, "chance spreads them"

@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic
 from anthropic import NotFoundError as AnthropicNotFoundError
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, NotFoundError
 from support.adapter import adapter
-from support.engines import EXACT, assert_came_from_outside, post, prompt, prompt_tokens, say
+from support.engines import ARGUMENTS, assert_came_from_outside, post, prompt, prompt_tokens, say
 
 from kvbus.local import Cluster
 from kvbus.local.cluster import Engine, EngineSpec, wait_until
@@ -60,7 +60,7 @@ def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     adapters = folder / "adapters"
     for seed, name in enumerate(("early", "later")):
         adapter(adapters / name, model, seed)
-    arguments = [*EXACT, "--served-model-name", MODEL, ALIAS, "--api-key", KEY, "--enable-scale-out"]
+    arguments = [*ARGUMENTS, "--served-model-name", MODEL, ALIAS, "--api-key", KEY, "--enable-scale-out"]
     arguments += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"early={adapters / 'early'}"]
     alone = Engine(EngineSpec("alone", model, MODEL, arguments=arguments, environment=ENVIRONMENT), folder)
     try:

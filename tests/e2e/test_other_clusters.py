@@ -1,4 +1,4 @@
-"""Clusters that are not the one of the other tests: unequal TP, and a real model. Named to run last."""
+"""Clusters that are not the one of the other tests: unequal TP, and a real model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from support.engines import (
     ARGUMENTS,
-    EXACT,
     assert_came_from_outside,
     complete,
     complete_all,
@@ -31,13 +30,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
 async def test_unequal_tp_equals_the_reference(
-    model: Path, tmp_path: Path, exact_reference: str, prefill_tp: int, decode_tp: int
+    model: Path, tmp_path: Path, reference: str, prefill_tp: int, decode_tp: int
 ) -> None:
     """K5."""
     with Cluster(
         model,
         tmp_path,
-        arguments=EXACT,
+        arguments=ARGUMENTS,
         prefill_arguments=["--tensor-parallel-size", str(prefill_tp)],
         decode_arguments=["--tensor-parallel-size", str(decode_tp)],
         say=say,
@@ -47,11 +46,11 @@ async def test_unequal_tp_equals_the_reference(
             ids = prompt(tokens, seed=50 + prefill_tp)
             before = await prompt_tokens(decode)
             got = await complete(cluster.url, ids)
-            assert got.tokens == (await complete(exact_reference, ids)).tokens
+            assert got.tokens == (await complete(reference, ids)).tokens
             assert_came_from_outside(await prompt_tokens(decode) - before, tokens)
             assert len(cluster.observer.transfer(got.headers["X-KVBus-Transfer-Id"])) == prefill_tp
         prompts = [prompt(100 + 50 * number, seed=60 + number) for number in range(6)]
-        expected = [(await complete(exact_reference, ids)).tokens for ids in prompts]
+        expected = [(await complete(reference, ids)).tokens for ids in prompts]
         assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
 
 

@@ -1,11 +1,9 @@
-"""2P2D of real engines under load: a prefill engine is killed, then a decode engine. Named to run after healthy ones.
-
-In float32: in bfloat16 even a single engine's answers depend on what else is in its batch.
-"""
+"""2P2D of real engines under load: a prefill engine is killed, then a decode engine; then both are drained."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
 import subprocess
 import sys
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.ears import Ears, listening
-from support.engines import EXACT, say
+from support.engines import ARGUMENTS, say
 
 from kvbus.local import Cluster, make_prompt
 from kvbus.local.load import Shot, plain_stream, run_load
@@ -31,7 +29,7 @@ PROMPT_TOKENS = 1500
 @pytest.fixture(scope="module")
 def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     logs = tmp_path_factory.mktemp("crowd")
-    with Cluster(model, logs, prefill=2, decode=2, arguments=EXACT, say=say) as running:
+    with Cluster(model, logs, prefill=2, decode=2, arguments=ARGUMENTS, say=say) as running:
         yield running
 
 
@@ -83,24 +81,22 @@ async def back_in_use(crowd: Cluster, name: str, seed: int) -> None:
         assert ears.all(Registration, sink_engine=name)
 
 
-async def test_a_killed_prefill_engine_is_replaced(crowd: Cluster, exact_reference: str) -> None:
+async def test_a_killed_prefill_engine_is_replaced(crowd: Cluster, reference: str) -> None:
     """Decode keeps its request and its stream; another prefill engine computes the prompt under the next attempt."""
 
     def computing(message: Message) -> bool:
         return isinstance(message, PrefillProgress) and message.source_engine == "prefill-0" and message.computed > 0
 
-    shots, _ = await load_and_kill(crowd, exact_reference, 5000, "prefill-0", computing)
+    shots, _ = await load_and_kill(crowd, reference, 5000, "prefill-0", computing)
     assert [shot.error for shot in shots if shot.error] == [], "no stream depends on a prefill engine"
     await back_in_use(crowd, "prefill-0", 5500)
 
 
-async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(
-    crowd: Cluster, exact_reference: str
-) -> None:
+async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(crowd: Cluster, reference: str) -> None:
     def registering(message: Message) -> bool:
         return isinstance(message, Registration) and message.sink_engine == "decode-0"
 
-    _, ears = await load_and_kill(crowd, exact_reference, 6000, "decode-0", registering)
+    _, ears = await load_and_kill(crowd, reference, 6000, "decode-0", registering)
     prefills = Counter(transfer_id for transfer_id, _ in {(m.transfer_id, m.request_id) for m in completed(ears)})
     second = sum(number > 1 for number in prefills.values())
     say(f"second prefills: {second}")
@@ -108,15 +104,22 @@ async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(
     await back_in_use(crowd, "decode-0", 6500)
 
 
-async def test_engines_are_drained_removed_and_added_without_losing_a_request(
-    crowd: Cluster, exact_reference: str
-) -> None:
+async def test_engines_are_drained_removed_and_added_without_losing_a_request(crowd: Cluster, reference: str) -> None:
     """As an operator does it: ``kvbus drain``, stop, start again, while clients ask."""
-    prompts = [make_prompt(400, 7000 + number) for number in range(240)]
-    alone = await run_load(plain_stream(exact_reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
-    load = asyncio.create_task(
-        run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=2.0, max_tokens=8, timeout_s=60)
-    )
+    numbers, changed, shots = itertools.count(7000), asyncio.Event(), list[tuple[int, Shot]]()
+
+    async def some() -> None:
+        """Five seconds of load."""
+        asked = list(itertools.islice(numbers, 10))
+        prompts = [make_prompt(400, number) for number in asked]
+        got = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=2.0, max_tokens=8, timeout_s=60)
+        shots.extend(zip(asked, got, strict=True))
+
+    async def until_changed() -> None:
+        while not changed.is_set():
+            await some()
+
+    load = asyncio.create_task(until_changed())
     for name in ("prefill-0", "decode-0"):
         drained = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "kvbus", "drain", name, "--nats-url", crowd.nats_url, stderr=subprocess.PIPE
@@ -129,13 +132,17 @@ async def test_engines_are_drained_removed_and_added_without_losing_a_request(
     for name in ("prefill-0", "decode-0"):
         crowd.start_engine(name)
     await asyncio.to_thread(crowd.wait_ready)
-    assert not load.done(), "the load must outlast the change"
+    changed.set()
+    await load
     async with listening(crowd.nats_url) as ears:
-        shots = await load
-    failed = [shot.error for shot in shots if shot.error]
+        await some()
+        await some()
+    failed = [shot.error for _, shot in shots if shot.error]
     say(f"{len(shots)} requests while two engines were drained, removed and added: {len(failed)} failed")
     assert failed == []
-    assert [shot.tokens for shot in shots] == [shot.tokens for shot in alone]
+    prompts = [make_prompt(400, number) for number, _ in shots]
+    alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
+    assert [shot.tokens for _, shot in shots] == [shot.tokens for shot in alone]
     assert ears.all(PrefillCompleted, source_engine="prefill-0")
     assert ears.all(Registration, sink_engine="decode-0")
 
