@@ -9,17 +9,15 @@ import asyncio
 import contextlib
 import fnmatch
 import itertools
-import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from kvbus.bus.port import DEFAULT_MAX_PAYLOAD_BYTES, Callback, Handler, Watcher
+from kvbus.bus.subscription import Subscription
 from kvbus.errors import BusUnavailableError, PayloadTooLargeError
 from kvbus.metrics import Counters
-
-logger = logging.getLogger(__name__)
 
 MAX_LOG = 1 << 14
 
@@ -35,8 +33,8 @@ def subject_matches(pattern: str, subject: str) -> bool:
 class MemoryBroker:
     """What stands for the NATS server. Clients may live in different threads' event loops."""
 
-    def __init__(self, max_payload: int = DEFAULT_MAX_PAYLOAD_BYTES) -> None:
-        self.max_payload = max_payload
+    def __init__(self) -> None:
+        self.max_payload = DEFAULT_MAX_PAYLOAD_BYTES
         self.up = True
         self._clients: list[MemoryBus] = []
         self._dropped: list[str] = []
@@ -83,63 +81,48 @@ class MemoryBroker:
 class MemoryBus:
     """One client of a :class:`MemoryBroker`."""
 
-    def __init__(self, broker: MemoryBroker, local_host: str = "127.0.0.1") -> None:
-        self._broker, self._local_host = broker, local_host
-        self._counters = Counters()
-        self._subscriptions: list[tuple[str, Callback | None, Handler | None]] = []
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._broker = broker
+        self._subscriptions: list[Subscription] = []
         self._watchers: list[Watcher] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inboxes = itertools.count()
         self._replies: dict[str, asyncio.Future[bytes]] = {}
+        self.counters = Counters()
+        self.trouble, self.local_host = "", "127.0.0.1"
 
     @property
     def connected(self) -> bool:
         return self._loop is not None and self._broker.up
 
     @property
-    def trouble(self) -> str:
-        return ""
-
-    @property
     def max_payload(self) -> int:
         return self._broker.max_payload
 
-    @property
-    def counters(self) -> Counters:
-        return self._counters
-
-    @property
-    def local_host(self) -> str:
-        return self._local_host
-
     def publish(self, subject: str, payload: bytes) -> bool:
-        if len(payload) > self._broker.max_payload:
-            raise PayloadTooLargeError(subject, len(payload), self._broker.max_payload)
+        self._check_size(subject, payload)
         if not self.connected:
-            self._counters.add("publish_dropped")
+            self.counters.add("publish_dropped")
             return False
         self._broker.route(subject, payload)
         return True
 
     async def subscribe(self, subject: str, callback: Callback) -> None:
-        self._subscriptions.append((subject, callback, None))
+        self._subscriptions.append(Subscription(subject, callback, answers=False))
 
     async def serve(self, subject: str, handler: Handler) -> None:
-        self._subscriptions.append((subject, None, handler))
+        self._subscriptions.append(Subscription(subject, handler, answers=True))
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         if not self.connected:
             raise BusUnavailableError("the bus is not connected")
-        if len(payload) > self._broker.max_payload:
-            raise PayloadTooLargeError(subject, len(payload), self._broker.max_payload)
+        self._check_size(subject, payload)
         inbox = f"_INBOX.{id(self)}.{next(self._inboxes)}"
         future = self._replies[inbox] = asyncio.get_running_loop().create_future()
         try:
             if not self._broker.route(subject, payload, inbox):
                 raise BusUnavailableError(f"no answer on {subject}: nobody serves it")
-            async with asyncio.timeout(timeout_s):
-                answer: bytes = await future
-                return answer
+            return await asyncio.wait_for(future, timeout_s)
         except TimeoutError:
             raise BusUnavailableError(f"no answer on {subject}: TimeoutError") from None
         finally:
@@ -155,20 +138,19 @@ class MemoryBus:
         self._broker.attach(self)
 
     def deliver(self, subject: str, payload: bytes, reply: str) -> int:
-        """Called by the broker, from any thread."""
-        assert self._loop is not None
+        """Called by the broker, from any thread; returns how many subscriptions match."""
         if subject in self._replies:
-            self._later(self._answer, subject, payload)
+            self._call_soon(self._answer, subject, payload)
             return 1
-        matching = [entry for entry in self._subscriptions if subject_matches(entry[0], subject)]
-        for _, callback, handler in matching:
-            self._later(self._call, callback, handler, subject, payload, reply)
+        matching = [each for each in self._subscriptions if subject_matches(each.subject, subject)]
+        for each in matching:
+            self._call_soon(each.deliver, subject, payload, reply, self._respond, self.counters)
         return len(matching)
 
     def notice(self) -> None:
         """Called by the broker when it went up or down."""
         for watcher in self._watchers:
-            self._later(watcher, self._broker.up)
+            self._call_soon(watcher, self._broker.up)
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()
@@ -182,24 +164,19 @@ class MemoryBus:
         self._broker.detach(self)
         self._loop = None
 
-    def _later(self, call: object, *args: object) -> None:
+    def _check_size(self, subject: str, payload: bytes) -> None:
+        if len(payload) > self.max_payload:
+            raise PayloadTooLargeError(subject, len(payload), self.max_payload)
+
+    def _call_soon(self, call: Callable[..., object], *args: object) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the receiver's loop is closing
-            self._loop.call_soon_threadsafe(call, *args)  # type: ignore[arg-type]
+            self._loop.call_soon_threadsafe(call, *args)
+
+    def _respond(self, inbox: str, payload: bytes) -> None:
+        self._broker.route(inbox, payload)
 
     def _answer(self, inbox: str, payload: bytes) -> None:
         future = self._replies.get(inbox)
         if future is not None and not future.done():
             future.set_result(payload)
-
-    def _call(
-        self, callback: Callback | None, handler: Handler | None, subject: str, payload: bytes, reply: str
-    ) -> None:
-        try:
-            if callback is not None:
-                callback(subject, payload)
-            elif handler is not None and reply and (answer := handler(subject, payload)) is not None:
-                self._broker.route(reply, answer)
-        except Exception:
-            self._counters.add("callback_errors")
-            logger.exception("kvbus: a callback on %s failed", subject)

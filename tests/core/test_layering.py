@@ -53,7 +53,7 @@ PURE_MODULES = {
 NOT_PURE = {"asyncio", "threading", "time", "random", "os", "logging", "socket", "queue"}
 # Each library and the only places that may import it.
 SITES = {
-    "nats": {"kvbus.bus.nats"},
+    "nats": {"kvbus.bus.nats_connection"},
     "opentelemetry": {"kvbus.trace.otlp"},
     "matplotlib": {"kvbus.tools.plots"},
     "msgpack": {"kvbus.wire.codec", "kvbus.sim.forge"},

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 from support import certificates
 from support.waiting import eventually
 
@@ -79,22 +80,22 @@ async def kvbus(*words: str, **environment: str) -> tuple[int | None, str, str]:
 async def test_who_may_only_listen_stays_connected(
     server: NatsServer, user: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbus.bus.nats.PING_INTERVAL_S", 0.02)
+    monkeypatch.setattr("kvbus.bus.nats_connection.PING_INTERVAL_S", 0.02)
     got: list[bytes] = []
     changes: list[bool] = []
     flushes = 0
+    flush = Client.flush
+
+    async def counted(client: Client, timeout: int) -> None:
+        nonlocal flushes
+        await flush(client, timeout)
+        flushes += 1
+
     async with NatsBus([url(server, user)], "test") as bus:
         bus.watch(changes.append)
         await bus.subscribe("kvbus.x", lambda _, payload: got.append(payload))
         await eventually(lambda: bus.connected)
-        flush = bus._client.flush  # type: ignore[union-attr]
-
-        async def counted(timeout: int) -> None:
-            nonlocal flushes
-            await flush(timeout)
-            flushes += 1
-
-        monkeypatch.setattr(bus._client, "flush", counted)
+        monkeypatch.setattr(Client, "flush", counted)
         await eventually(lambda: flushes >= 5)
         async with NatsBus([url(server, "admin")], "other") as other:
             await eventually(lambda: other.connected)
