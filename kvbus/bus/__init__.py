@@ -6,10 +6,11 @@ decodes, believes or refuses, and hands on. The only room that imports nats and 
 
 from __future__ import annotations
 
+from kvbus.bus.announcer import ANSWER_EVERY_S
 from kvbus.bus.keys import Keys
 from kvbus.bus.memory import MemoryBroker, MemoryBus
 from kvbus.bus.nats import NatsBus, without_credentials
-from kvbus.bus.node import ANSWER_EVERY_S, Node
+from kvbus.bus.node import Node
 from kvbus.bus.port import Bus, Callback, Handler, Watcher
 from kvbus.bus.presence import connection_name
 from kvbus.bus.wrong_namespace import QUIET_S, NobodyError, nobody_in

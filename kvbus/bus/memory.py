@@ -11,7 +11,6 @@ import fnmatch
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from kvbus.bus.port import DEFAULT_MAX_PAYLOAD_BYTES, Callback, Handler, Watcher
@@ -158,9 +157,7 @@ class MemoryBus:
         self.notice()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self._broker.detach(self)
         self._loop = None
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from types import TracebackType
 from typing import Self
 
 from kvbus.bus.nats_connection import FAILURES, NatsConnection
@@ -96,9 +95,7 @@ class NatsBus:
         ]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         tasks = list(self._tasks)
         if self._connection is not None and self._outbox:
             tasks.append(asyncio.create_task(self._drain(self._connection), name=f"{self._name}-last-words"))

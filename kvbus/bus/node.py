@@ -1,6 +1,6 @@
-"""The node: one asyncio loop in one background thread per process, with the bus, the membership and the presence.
+"""The node: one asyncio loop in one background thread per process, with the bus, its peers and its heartbeats.
 
-The one rule: whoever takes part in the protocol here is touched by the loop's thread only; other threads come in by
+The one rule: only the loop's thread touches what takes part in the protocol here; other threads come in by
 :meth:`Node.call`. After whatever happens, the one timer is armed anew for the earliest deadline of all participants.
 """
 
@@ -12,16 +12,19 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection
-from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeVar
 
+from kvbus.bus.announcer import Announcer
 from kvbus.bus.keys import Keys
+from kvbus.bus.peers import Peers
 from kvbus.bus.port import Bus
-from kvbus.bus.presence import DISCONNECTS, lost_engine
-from kvbus.errors import KVBusError, MessageError, PayloadTooLargeError
-from kvbus.metrics import Counters, OncePer
-from kvbus.protocol import Change, Membership, PeerJoined, PeerLeft
-from kvbus.wire import Bye, Heartbeat, Message, Role, Subjects, Who, check_token, decode, encode, heard
+from kvbus.bus.presence import DISCONNECTS
+from kvbus.bus.seals import Seals
+from kvbus.bus.timer import Participant, Timer
+from kvbus.errors import KVBusError, PayloadTooLargeError
+from kvbus.metrics import Counters
+from kvbus.protocol import Change, Membership
+from kvbus.wire import Bye, Heartbeat, Message, Role, Subjects, Who, check_token, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -29,16 +32,6 @@ M = TypeVar("M", bound=Message)
 
 START_TIMEOUT_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
-# After a server's restart every node asks who is there: one answer in so long is for all who asked meanwhile.
-ANSWER_EVERY_S = 0.1
-
-
-class Participant(Protocol):
-    """A state machine's shell that lives in the node's loop."""
-
-    def next_deadline(self) -> float | None: ...
-
-    def tick(self, now: float) -> None: ...
 
 
 class Node:
@@ -72,17 +65,12 @@ class Node:
         self.counters: Counters = bus.counters
         self._interval_s = heartbeat_interval_s
         self.hears = frozenset(hears)
-        self._participants: list[Participant] = []
-        self._peer_watchers: list[Callable[[Change], None]] = []
-        self._heartbeat_watchers: list[Callable[[Heartbeat], None]] = []
+        self._seals = Seals(keys, membership, self.counters)
+        self._announcer = Announcer(bus, subjects, keys)
+        self._peers = Peers(membership, keys, self._seals, subjects, bus)
+        self._timer = Timer(name, self.counters)
+        self._timer.participants.append(self._peers)
         self._bus_watchers: list[Callable[[bool], None]] = []
-        self._heartbeat: Callable[[int], Heartbeat | None] | None = None
-        self._number = 0
-        self._announced_at = float("-inf")
-        self._answer: asyncio.TimerHandle | None = None
-        self._once = OncePer()
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._setup: list[Callable[[], Any]] = []
@@ -93,7 +81,7 @@ class Node:
 
     def join(self, participant: Participant) -> None:
         """Let ``participant`` share the node's timer."""
-        self._participants.append(participant)
+        self._timer.participants.append(participant)
 
     def listen(
         self,
@@ -110,16 +98,16 @@ class Node:
         """
 
         def on_payload(actual_subject: str, payload: bytes) -> None:
-            message = self._hear_message(actual_subject, payload, sealed=sealed)
+            message = self._seals.read(actual_subject, payload, sealed=sealed)
             if message is None:
                 return
             if not isinstance(message, kinds):
-                self._complain(actual_subject, f"{message.KIND} is not spoken on this subject")
+                self._seals.refuse(actual_subject, f"{message.KIND} is not spoken on this subject")
                 return
             try:
                 handler(message)
             finally:
-                self._arm()
+                self._timer.arm()
 
         self._setup.append(lambda: self.bus.subscribe(subject, on_payload))
 
@@ -133,11 +121,11 @@ class Node:
         """Answer requests of ``kind`` on ``subject``; ``handler`` gets the subject and the request.
 
         Args:
-            stranger: gets the subject, and gives the answer for who did not prove who asks.
+            stranger: gets the subject, and gives the answer to a request whose sender did not prove who it is.
         """
 
         def on_request(actual_subject: str, payload: bytes) -> bytes | None:
-            message = self._hear_message(actual_subject, payload, sealed=True)
+            message = self._seals.read(actual_subject, payload, sealed=True)
             if message is not None and not isinstance(message, kind):
                 return None
             answer = handler(actual_subject, message) if message is not None else stranger(actual_subject)
@@ -147,14 +135,14 @@ class Node:
 
     def present(self, heartbeat: Callable[[int], Heartbeat | None]) -> None:
         """Announce this engine: ``heartbeat(number)`` builds the next one, None while there is nothing to say."""
-        self._heartbeat = heartbeat
+        self._announcer.heartbeat = heartbeat
 
     def watch_heartbeats(self, watcher: Callable[[Heartbeat], None]) -> None:
         """Call ``watcher`` with every heartbeat, after the membership has heard it."""
-        self._heartbeat_watchers.append(watcher)
+        self._peers.heartbeat_watchers.append(watcher)
 
     def watch_peers(self, watcher: Callable[[Change], None]) -> None:
-        self._peer_watchers.append(watcher)
+        self._peers.watchers.append(watcher)
 
     def watch_bus(self, watcher: Callable[[bool], None]) -> None:
         self._bus_watchers.append(watcher)
@@ -187,18 +175,11 @@ class Node:
         Raises:
             PayloadTooLargeError: nothing was sent.
         """
-        if not to or self.keys is None:
-            return self.bus.publish(subject, encode(message))
-        keys = self._keys_of(to)
-        if not keys:
+        payloads = self._seals.seal(message, to)
+        if not payloads:
             self.counters.add("rejected: no key to seal with")
-        sent = [self.bus.publish(subject, encode(message, key)) for key in keys]
+        sent = [self.bus.publish(subject, payload) for payload in payloads]
         return bool(sent) and all(sent)
-
-    def _keys_of(self, engine: str) -> list[bytes]:
-        assert self.keys is not None
-        member = self.membership.get(engine)
-        return self.keys.towards(engine, member.incarnation if member is not None else None)
 
     def check_size(self, subject: str, message: Message) -> None:
         """Raise PayloadTooLargeError if the server would not take ``message``."""
@@ -214,8 +195,8 @@ class Node:
                 function(*args)
             except Exception:
                 self.counters.add("callback_errors")
-                logger.exception("kvbus: a call into %s failed", self.name)
-            self._arm()
+                logger.exception("kvbus: a call into %s failed and is dropped", self.name)
+            self._timer.arm()
 
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closing
@@ -240,38 +221,38 @@ class Node:
             BusUnavailableError: no answer.
             MessageError: the answer cannot be read.
         """
-        key = self._keys_of(to)[-1:] if to and self.keys is not None else []
-        return decode(await self.bus.request(subject, encode(message, *key), timeout_s))
+        *_, payload = self._seals.seal(message, to) or [encode(message)]  # the newest incarnation's, if there are two
+        return decode(await self.bus.request(subject, payload, timeout_s))
+
+    def announce(self) -> None:
+        """Send a heartbeat now."""
+        self._announcer.announce()
 
     async def __aenter__(self) -> Self:
         """Run in the current event loop instead of a thread."""
         self._loop = asyncio.get_running_loop()
         roles = ["*"] if self.hears == frozenset(Role) else sorted(self.hears)
         for role in roles:
-            self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._hear)
+            self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._peers.hear)
         if roles:
-            self.listen(self.subjects.bye("*"), Bye, self._hear)
-        self.listen(self.subjects.who(), Who, lambda _: self._answer_who())
+            self.listen(self.subjects.bye("*"), Bye, self._peers.hear)
+        self.listen(self.subjects.who(), Who, lambda _: self._announcer.answer_who())
         await self.bus.subscribe(DISCONNECTS, self._on_disconnect)
         self.bus.watch(self._on_bus)
         for setup in self._setup:
             await setup()
         await self.bus.__aenter__()
-        self.spawn(self._beat(), f"{self.name}-heartbeat")
+        self.spawn(self._announcer.run(self._interval_s), f"{self.name}-heartbeat")
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
-    ) -> None:
-        self._say_goodbye()
+    async def __aexit__(self, *_error: object) -> None:
+        self._announcer.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self.bus.__aexit__(kind, error, tb)
-        for timer in (self._timer, self._answer):
-            if timer is not None:
-                timer.cancel()
+        await self.bus.__aexit__(None, None, None)
+        self._timer.cancel()
 
     def _run(self) -> None:
         async def main() -> None:
@@ -284,140 +265,21 @@ class Node:
             asyncio.run(main())
         except Exception:
             self.counters.add("node_errors")
-            logger.exception("kvbus: %s ended", self.name)
-
-    async def _beat(self) -> None:
-        while True:
-            self.announce()
-            await asyncio.sleep(self._interval_s)
-
-    def _answer_who(self) -> None:
-        wait_s = self._announced_at + ANSWER_EVERY_S - time.monotonic()
-        if wait_s <= 0:
-            self.announce()
-        elif self._answer is None and self._loop is not None:
-            self._answer = self._loop.call_later(wait_s, self.announce)
-
-    def announce(self) -> None:
-        """Send a heartbeat now."""
-        self._announced_at = time.monotonic()
-        if self._answer is not None:
-            self._answer.cancel()
-            self._answer = None
-        if self._heartbeat is None or not self.bus.connected:
-            return
-        self._number += 1
-        heartbeat = self._heartbeat(self._number)
-        if heartbeat is None:
-            return
-        subject = self.subjects.heartbeats(heartbeat.role, heartbeat.engine)
-        try:
-            self.publish(subject, heartbeat)
-        except PayloadTooLargeError as error:
-            if self._once.due(subject):
-                logger.error("%s: this engine cannot be seen", error)
-
-    def _say_goodbye(self) -> None:
-        heartbeat = self._heartbeat(self._number + 1) if self._heartbeat is not None else None
-        if heartbeat is not None:
-            bye = self.keys.bye() if self.keys is not None else Bye(heartbeat.engine, heartbeat.incarnation)
-            self.publish(self.subjects.bye(heartbeat.engine), bye)
-
-    def _hear(self, message: Heartbeat | Bye) -> None:
-        now = time.monotonic()
-        if isinstance(message, Bye):
-            self._tell(self.membership.hear(message, now))
-            return
-        if self.keys is not None and not self.keys.may_be(message, now):
-            self._complain(self.subjects.heartbeats(message.role, message.engine), "another public key than before")
-            return
-        changes = self.membership.hear(message, now)
-        if self.membership.get(message.engine) is not message:
-            self.counters.add("rejected: heartbeat of another")
-            return
-        if self.keys is not None:
-            self.keys.learn(message, now)
-        self._tell(changes)
-        for watcher in self._heartbeat_watchers:
-            watcher(message)
+            logger.exception("kvbus: %s failed and has ended; this process is off the bus", self.name)
 
     def _on_disconnect(self, _: str, payload: bytes) -> None:
-        lost = lost_engine(payload)
-        if lost is not None:
-            self.membership.suspect(*lost, time.monotonic())
-            self._arm()
-
-    def _tell(self, changes: list[Change]) -> None:
-        for change in changes:
-            match change:
-                case PeerJoined(heartbeat):
-                    logger.info("kvbus: engine %s (%s) is there", heartbeat.engine, heartbeat.role)
-                case PeerLeft(engine, _, role, reason):
-                    logger.info("kvbus: engine %s (%s) is gone: %s", engine, role, reason)
-            for watcher in self._peer_watchers:
-                watcher(change)
+        self._peers.hear_disconnect(payload)
+        self._timer.arm()
 
     def _on_bus(self, connected: bool) -> None:
-        now = time.monotonic()
-        self.membership.excuse_silence(now)
+        self.membership.excuse_silence(time.monotonic())
         for watcher in self._bus_watchers:
             watcher(connected)
         if connected:
             if self.hears:
                 self.ask_who()
             self.announce()
-        self._arm()
-
-    def _arm(self) -> None:
-        """(Re-)arm the one timer. While the bus is away silence proves nothing, so the membership's rests.
-
-        A deadline that has moved away leaves the timer as it is, since that is what nearly every message does: it comes
-        too early, once, and is armed anew.
-        """
-        deadlines = [participant.next_deadline() for participant in self._participants]
-        if self.bus.connected:
-            deadlines.append(self.membership.next_deadline())
-        earliest = min((at for at in deadlines if at is not None), default=None)
-        if earliest is None or self._loop is None or (self._timer is not None and self._timer_at <= earliest):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = earliest
-        self._timer = self._loop.call_later(max(0.0, earliest - time.monotonic()), self._tick)
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        self._timer = None
-        try:
-            if self.bus.connected:
-                self._tell(self.membership.tick(now))
-            for participant in self._participants:
-                participant.tick(now)
-        except Exception:
-            self.counters.add("callback_errors")
-            logger.exception("kvbus: a timer of %s failed", self.name)
-        self._arm()
-
-    def _hear_message(self, subject: str, payload: bytes, *, sealed: bool) -> Message | None:
-        try:
-            message = heard(subject, payload)
-        except MessageError as error:
-            self._complain(subject, str(error))
-            return None
-        if sealed and message.SEALED and self.keys is not None and not self.keys.believes(message, payload):
-            if not self.keys.know(message.speaker):
-                self.counters.add("rejected: speaker not known yet")  # its heartbeat is on the way, or a lie
-                return None
-            self.counters.add("rejected: not sealed by its speaker")
-            if self._once.due(f"seal {subject}"):
-                logger.warning("kvbus: dropped %s on %s: %s did not seal it", message.KIND, subject, message.speaker[0])
-            return None
-        return message
-
-    def _complain(self, subject: str, reason: str) -> None:
-        self.counters.add("rejected_messages")
-        if self._once.due(subject):
-            logger.warning("kvbus: dropped a message on %s: %.300s (logged once a minute)", subject, reason)
+        self._timer.arm()
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
