@@ -7,7 +7,8 @@ harness brings others.
 from __future__ import annotations
 
 from kvbus.engine.decode_scheduler import PREFILL, OfPrefill, SinkScheduler, serve_metadata, sources_of
-from kvbus.engine.rank import Abandon, AddPeer, Expect, Greet, Item, Overheard, Rank, RankReport, Told
+from kvbus.engine.items import Abandon, AddPeer, Expect, Greet, Item, Overheard, Told
+from kvbus.engine.rank import Rank, RankReport
 from kvbus.engine.rank_listener import RankNode, sinks_of
 from kvbus.engine.transport import Transport
 from kvbus.engine.writer import Writer

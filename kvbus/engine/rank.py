@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvbus.bounded import BoundedDict
+from kvbus.engine.items import Abandon, AddPeer, Expect, Greet, Item, Overheard, Told
+from kvbus.engine.receives import Receives, poll_interval_s
 from kvbus.engine.transport import Transport
+from kvbus.engine.write_marks import WriteMarks
 from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.metrics import Counters
 from kvbus.protocol import MAX_WRITE_S
-from kvbus.protocol.decode import Arrivals, Arrived, Landed
+from kvbus.protocol.decode import Arrived, Landed
 from kvbus.protocol.prefill import (
     Effect,
     Event,
@@ -33,79 +35,12 @@ from kvbus.protocol.prefill import (
     WriteEnded,
     WriteJob,
 )
-from kvbus.trace import Marking, MarkName, Traced, traced
-from kvbus.wire import (
-    Message,
-    PrefillCompleted,
-    PrefillFailed,
-    PrefillProgress,
-    Registration,
-    TransferDone,
-    TransferFailed,
-    TransferStarted,
-)
+from kvbus.trace import Marking
+from kvbus.wire import Message, TransferDone, TransferFailed, TransferStarted
 
 logger = logging.getLogger(__name__)
 
-# Polling costs the engine's thread the GIL, so its interval grows with the age of what is waited for: a tenth of it.
-MIN_POLL_S = 0.0002
-MAX_POLL_S = 0.005
-# Without word of a posted WRITE a notification is not expected; this finds it all the same if the word was lost.
-QUIET_POLL_S = 0.05
-# What was taken up so much later than it came is worth a word in a trace.
-LAG_S = 0.01
-MAX_LAGS = 1 << 10
-WRITER_BUSY = "the rank's writer thread"
-# The first contact of two needs both of them to progress; so both poll for a while.
-GREETING_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class AddPeer:
-    """A decode engine's metadata has come: make its memory writable."""
-
-    engine: str
-    incarnation: int
-    tp_size: int
-    metadata: Mapping[int, bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Expect:
-    """The scheduler half has registered a receive."""
-
-    request_id: str
-    attempt: int
-    traced: Traced | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Abandon:
-    """The scheduler half has given a receive up, after the fence."""
-
-    request_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Greet:
-    """A prefill engine has asked for this rank's metadata and is about to make contact."""
-
-
-@dataclass(frozen=True, slots=True)
-class Overheard:
-    """What the bus says that the scheduler half has said; the step plan says it surely, and in order."""
-
-    word: PrefillProgress | PrefillCompleted | PrefillFailed
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The step plan has said all that the scheduler half numbered up to here."""
-
-    number: int
-
-
-Item = Event | Overheard | Told | AddPeer | Expect | Abandon | Greet | TransferStarted | TransferDone | TransferFailed
+MAX_REASON_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +81,24 @@ class Rank:
     ) -> None:
         self._matcher, self._transport, self._rank, self._ranks = matcher, transport, rank, ranks
         self._publish, self._introduce, self._clock = publish, introduce, clock
-        self._counters, self._marking = counters, marking
+        self._counters, self._marks = counters, WriteMarks(marking)
         self._pulse_interval_s, self._max_write_s = pulse_interval_s, max_write_s
         self._pulse_at = first_pulse_at
-        self._overdue: set[str] = set()  # disconnected from, until their WRITEs have ended
-        self._to_meet: set[str] = set()  # to be met anew then
-        self._arrivals = Arrivals()
-        self._peer_tp: dict[str, int] = {}
-        self._leaving: dict[str, SinkLeft] = {}
+        self._receives = Receives(transport, counters, marking, max_write_s)
+        # Decode engines, by id: their tensor parallel size; those that left, those that were disconnected for an
+        # overdue WRITE, and those to be met anew, each until no WRITE into them is outstanding.
+        self._sink_tp_size: dict[str, int] = {}
+        self._left: set[str] = set()
+        self._overdue: set[str] = set()
+        self._to_meet: set[str] = set()
         self._writes: dict[tuple[str, int], tuple[WriteJob, float]] = {}
-        self._landing: dict[str, float] = {}
-        self._traced: dict[str, tuple[Traced, int]] = {}
-        self._greeting_until = 0.0
         self._told = 0
-        self._lags: BoundedDict[tuple[MarkName, str, float], float] = BoundedDict(MAX_LAGS)
         self._released: deque[str] = deque()
-        self._arrived: deque[Arrived] = deque()
 
     def report(self) -> RankReport:
         """What happened since the last call. Thread-safe."""
         released = tuple(self._released.popleft() for _ in range(len(self._released)))
-        return RankReport(released, tuple(self._arrived.popleft() for _ in range(len(self._arrived))))
+        return RankReport(released, self._receives.take_arrived())
 
     @property
     def writing(self) -> int:
@@ -181,7 +113,7 @@ class Rank:
     @property
     def receiving(self) -> int:
         """How many receives are expected and not reported."""
-        return len(self._arrivals)
+        return len(self._receives)
 
     def handle(self, item: Item, came_at: float | None = None) -> None:
         """Take one item from the bus or from the engine.
@@ -190,41 +122,31 @@ class Rank:
             came_at: when it came to this process, if it had to wait for whoever drives this; for traces only.
         """
         now = self._clock()
-        word = item.word if isinstance(item, Overheard) else item
-        if came_at is not None and now - came_at > LAG_S and isinstance(word, Registration | PrefillCompleted):
-            name = MarkName.REGISTERED if isinstance(word, Registration) else MarkName.COMPLETED
-            self._lags[name, word.transfer_id, now] = came_at
+        if came_at is not None:
+            self._marks.taken_up(item, came_at, now)
         match item:
             case AddPeer():
                 self._add_peer(item, now)
             case SinkLeft():
-                self._perform(self._matcher.apply(item, now))
-                self._leaving[item.engine] = item
+                self._apply(item, now)
+                self._left.add(item.engine)
                 self._drop_left()
-            case Expect(request_id, attempt, what):
-                if what is not None:
-                    self._traced[request_id] = (what, attempt)
-                self._note(self._arrivals.expect(request_id, attempt))
+            case Expect(request_id, attempt, traced):
+                self._receives.expect(request_id, attempt, traced, now)
             case Abandon(request_id):
-                self._landing.pop(request_id, None)
-                self._note(self._arrivals.abandon(request_id))
-            case Overheard(word):
-                if word.number <= self._told:
-                    self._counters.add("rejected: known from the step plan")  # late, or said again by somebody
-                else:
-                    self._perform(self._matcher.apply(word, now))
+                self._receives.abandon(request_id, now)
+            case Greet():
+                self._receives.greet(now)
+            case TransferStarted() | TransferDone() | TransferFailed():
+                self._receives.hear(item, now)
             case Told(number):
                 self._told = number
-            case Greet():
-                self._greeting_until = now + GREETING_S
-            case TransferStarted() | TransferDone():
-                self._landing.setdefault(item.request_id, now)
-                if len(self._landing) > 2 * len(self._arrivals) + 64:
-                    self._landing.pop(next(iter(self._landing)))
-            case TransferFailed():
-                self._landing.pop(item.request_id, None)
+            case Overheard(word) if word.number <= self._told:  # late, or said again by somebody
+                self._counters.add("rejected: known from the step plan")
+            case Overheard(word):
+                self._apply(word, now)
             case _:
-                self._perform(self._matcher.apply(item, now))
+                self._apply(item, now)
 
     def poll(self) -> float | None:
         """Drive what is outstanding; returns in how many seconds to call again, None: only when there is an item."""
@@ -243,22 +165,14 @@ class Rank:
                 self._to_meet.discard(engine)
                 self._overdue.discard(engine)
                 self._introduce(engine)
-        self._forget_landing(now)
-        if self._arrivals or self._landing or now < self._greeting_until:
-            for text in self._transport.notifications():
-                self._land(text)
-        return self._next_poll()
+        self._receives.poll(now)
+        return self._next_poll_s()
 
     def close(self) -> None:
         self._transport.close()
 
-    def _forget_landing(self, now: float) -> None:
-        """Word of a WRITE can come after the WRITE itself, or be a lie: it counts for as long as a WRITE can run."""
-        while self._landing:
-            oldest = next(iter(self._landing))
-            if now - self._landing[oldest] <= self._max_write_s:
-                return
-            del self._landing[oldest]
+    def _apply(self, event: Event, now: float) -> None:
+        self._perform(self._matcher.apply(event, now))
 
     def _drop_overdue(self, now: float) -> None:
         """Rule F3: no WRITE runs longer than ``max_write_s``; the peer is disconnected instead, and met anew."""
@@ -266,47 +180,26 @@ class Rank:
             if now - posted > self._max_write_s and job.sink_engine not in self._overdue:
                 self._counters.add("writes_overdue")
                 logger.error(
-                    "kvbus: a WRITE into %s has run for %.1f s; disconnecting from it", job.sink_engine, now - posted
+                    "kvbus: a WRITE into engine %s has run for %.1f s; disconnecting from it",
+                    job.sink_engine,
+                    now - posted,
                 )
                 self._overdue.add(job.sink_engine)
                 self._to_meet.add(job.sink_engine)
-                self._peer_tp.pop(job.sink_engine, None)
+                self._sink_tp_size.pop(job.sink_engine, None)
                 self._transport.drop_peer(job.sink_engine)
-                self._perform(self._matcher.apply(SinkLeft(job.sink_engine, job.sink_incarnation), now))
+                self._apply(SinkLeft(job.sink_engine, job.sink_incarnation), now)
 
-    def _next_poll(self) -> float | None:
+    def _next_poll_s(self) -> float | None:
         now = self._clock()
-        waits: list[float] = []
+        waits = [self._receives.next_poll_s(now)]
         if self._pulse_interval_s is not None:
             waits.append(max(self._pulse_at - now, 0.0))
-        since = [posted for _, posted in self._writes.values()] + list(self._landing.values())
-        if since:
-            waits.append(min(max((now - max(since)) / 10, MIN_POLL_S), MAX_POLL_S))
-        elif now < self._greeting_until:
-            waits.append(MAX_POLL_S)
-        elif self._arrivals:
-            waits.append(QUIET_POLL_S)
+        if self._writes:
+            waits.append(poll_interval_s(now - max(posted for _, posted in self._writes.values())))
         if (deadline := self._matcher.next_deadline()) is not None:
             waits.append(max(deadline - now, 0.0))
-        return min(waits) if waits else None
-
-    def _land(self, text: str) -> None:
-        landed = Landed.decode(text)
-        if landed is None:
-            self._counters.add("rejected_notification")
-            logger.warning("kvbus: dropped a notification that is not ours: %.200r", text)
-            return
-        arrived = self._arrivals.land(landed)
-        self._note(arrived)
-        if arrived:
-            self._landing.pop(landed.request_id, None)
-
-    def _note(self, arrived: list[Arrived]) -> None:
-        self._arrived.extend(arrived)
-        for each in arrived:
-            what, attempt = self._traced.pop(each.request_id, (None, 0))
-            if each.ok:
-                self._marking.mark(what, MarkName.LANDED, attempt, at_s=self._clock())
+        return min((wait_s for wait_s in waits if wait_s is not None), default=None)
 
     def _perform(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -328,34 +221,25 @@ class Rank:
                     self._counters.add(f"rejected: {reason}")
 
     def _post(self, job: WriteJob) -> None:
-        writers = max(1, self._ranks // self._peer_tp.get(job.sink_engine, 1))
+        writers = max(1, self._ranks // self._sink_tp_size.get(job.sink_engine, 1))
         notification = Landed(job.sink_request, job.attempt, self._rank, writers).encode()
         started = self._clock()
         try:
             self._transport.post(job, notification)
         except TransferRefusedError as error:
-            logger.warning("kvbus: transfer %s not posted: %s", job.transfer_id, error)
-            self._perform(
-                self._matcher.apply(WriteEnded(job.transfer_id, job.attempt, failure=str(error)[:256]), self._clock())
-            )
+            logger.warning("kvbus: the WRITE of transfer %s cannot be posted: %s", job.transfer_id, error)
+            failure = str(error)[:MAX_REASON_CHARS]
+            self._apply(WriteEnded(job.transfer_id, job.attempt, failure=failure), self._clock())
             return
         self._writes[job.transfer_id, job.attempt] = (job, started)
-        if (what := traced(job.transfer_id, job.traceparent)) is not None:
-            known = [(MarkName.REGISTERED, job.registered_at), (MarkName.COMPLETED, job.completed_at)]
-            came = [self._lags.pop((name, job.transfer_id, at), at) for name, at in known]
-            for (name, _), at in zip(known, came, strict=True):
-                self._marking.mark(what, name, job.attempt, at_s=at)
-            note = job.held_up or (WRITER_BUSY if max(came) + LAG_S < max(at for _, at in known) else "")
-            self._marking.mark(what, MarkName.POSTING, job.attempt, note, started)
-            self._marking.mark(what, MarkName.POSTED, job.attempt, at_s=self._clock())
+        self._marks.posted(job, started, self._clock())
 
     def _end_write(self, ended: WriteEnded) -> None:
         job, _ = self._writes.pop((ended.transfer_id, ended.attempt))
         now = self._clock()
         if not ended.failure:
-            what = traced(job.transfer_id, job.traceparent)
-            self._marking.mark(what, MarkName.WRITTEN, job.attempt, str(ended.nbytes), now)
-        self._perform(self._matcher.apply(ended, now))
+            self._marks.written(job, ended.nbytes, now)
+        self._apply(ended, now)
 
     def _count_done(self, done: TransferDone) -> None:
         self._counters.add("transfers_done")
@@ -374,22 +258,21 @@ class Rank:
         except PeerRefusedError as error:
             self._counters.add("peers_refused")
             logger.error("%s", error)
-            refused = SinkRefused(peer.engine, peer.incarnation, error.reason[:256])
-            self._perform(self._matcher.apply(refused, now))
+            self._apply(SinkRefused(peer.engine, peer.incarnation, error.reason[:MAX_REASON_CHARS]), now)
             return
-        self._peer_tp[peer.engine] = peer.tp_size
-        self._greeting_until = now + GREETING_S
-        self._leaving.pop(peer.engine, None)
+        self._sink_tp_size[peer.engine] = peer.tp_size
+        self._receives.greet(now)
+        self._left.discard(peer.engine)
         logger.info("kvbus: decode engine %s can be written to (%d blocks)", peer.engine, num_blocks)
-        self._perform(self._matcher.apply(SinkJoined(peer.engine, peer.incarnation, num_blocks), now))
+        self._apply(SinkJoined(peer.engine, peer.incarnation, num_blocks), now)
 
     def _writes_into(self, engine: str) -> bool:
         return any(job.sink_engine == engine for job, _ in self._writes.values())
 
     def _drop_left(self) -> None:
         """Forget peers that left, once no WRITE into them is outstanding."""
-        for engine in list(self._leaving):
+        for engine in list(self._left):
             if not self._writes_into(engine):
-                del self._leaving[engine]
-                self._peer_tp.pop(engine, None)
+                self._left.discard(engine)
+                self._sink_tp_size.pop(engine, None)
                 self._transport.drop_peer(engine)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from kvbus.bus import Node
-from kvbus.engine.rank import AddPeer, Greet, Item, Overheard
+from kvbus.engine.items import AddPeer, Greet, Item, Overheard
 from kvbus.errors import BusUnavailableError, MessageError
 from kvbus.protocol import Change, PeerJoined, PeerLeft, differences
 from kvbus.protocol.prefill import PooledCancel, PooledRegistration, Released, SinkLeft, SinkRefused

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from kvbus.engine.rank import Item, Rank
+from kvbus.engine.items import Item
+from kvbus.engine.rank import Rank
 from kvbus.metrics import Counters
 
 logger = logging.getLogger(__name__)
