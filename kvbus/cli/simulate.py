@@ -48,21 +48,21 @@ def sim(
     from rich.progress import Progress
     from rich.table import Table
 
-    from kvbus.sim.run import run_lives
+    from kvbus.sim.run import run_many
 
     logging.getLogger("kvbus").setLevel(logging.CRITICAL)  # faults are what it is about
     wanted = transfers or (10_000 if bus == "virtual" else 1_000)
     started = time.monotonic()
     with clear_errors(), Progress(console=err, transient=True) as bar:
         task = bar.add_task("transfers", total=wanted)
-        account = run_lives(seed, wanted, faults, lambda done: bar.update(task, completed=done), bus)
+        summary = run_many(seed, wanted, faults, lambda done: bar.update(task, completed=done), bus)
     took_s = time.monotonic() - started
-    figures = {"transfers": account.transfers, "violations": 0, "worst_wait_s": round(account.worst_wait_s, 1)}
+    figures = {"transfers": summary.transfers, "violations": 0, "worst_wait_s": round(summary.worst_wait_s, 1)}
     if json_output:
-        typer.echo(json.dumps({**figures, "took_s": round(took_s, 1), "counts": dict(account.counts)}))
+        typer.echo(json.dumps({**figures, "took_s": round(took_s, 1), "counts": dict(summary.counts)}))
         return
-    table = Table("what", "how many", title=f"{account.transfers} transfers, seed {seed}, faults: {faults}, bus: {bus}")
-    for what, how_many in [*figures.items(), *account.counts.most_common()]:
+    table = Table("what", "how many", title=f"{summary.transfers} transfers, seed {seed}, faults: {faults}, bus: {bus}")
+    for what, how_many in [*figures.items(), *summary.counts.most_common()]:
         table.add_row(what, f"{how_many:,}")
     Console().print(table)
     say(f"no law was broken; {took_s:.0f} s")
@@ -86,7 +86,9 @@ def scale(
     """
     from rich.table import Table
 
-    from kvbus.sim.scale import Scale, as_json, rows, run_scale
+    from kvbus.sim.scale.plan import Scale
+    from kvbus.sim.scale.report import as_json, rows
+    from kvbus.sim.scale.run import run_scale
 
     with clear_errors():
         plan = Scale(engines, rate, minutes, min(processes, engines), max_tokens=max_tokens, seed=seed)

@@ -1,6 +1,7 @@
-"""The chaos harness: many engines' real protocol code, faults from a seed, laws checked at every step.
+"""A deterministic simulator of kvbus: real protocol code, faults drawn from a seed, invariants checked at every step.
 
-In virtual time (:mod:`kvbus.sim.life`) messages and their codec, matcher, arrivals, registrar, leases, membership and
-ranks are real; the bus, vLLM, the data plane and time are played, and a seed gives the same life every time. In real
-time (:mod:`kvbus.sim.live`) the shells are real, too, and the nats-server; vLLM and the data plane are played.
+In virtual time (:mod:`kvbus.sim.virtual`) messages and their codec, matcher, arrivals, registrar, leases, membership
+and ranks are real; bus, vLLM, data plane and time are simulated, and a seed gives the same run every time. In real time
+(:mod:`kvbus.sim.realtime`) the shells and the nats-server are real, too; the order of events depends on the machine.
+:mod:`kvbus.sim.scale` measures, without faults, what many engines cost.
 """

@@ -1,30 +1,33 @@
-"""What goes wrong in a life, how often, and the word for a law that was broken."""
+"""Which faults a run injects and how often, and the error for a broken invariant."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvbus.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """How often things go wrong: chances for each message or WRITE, and mean seconds between events; 0 is never.
+    """How often faults happen: a probability for each message, request or WRITE, or mean seconds between events.
+
+    0 means never.
 
     Attributes:
-        outage_every_s: the NATS server is killed, and started again.
-        freeze_every_s: the NATS server stands still for a while.
-        stall_every_s: nothing reaches an engine for a while, then everything does: a slow consumer.
+        outage_every_s: the NATS server is killed and started again.
+        freeze_every_s: the NATS server hangs for a while.
+        stall_every_s: nothing reaches one engine for a while, then everything does: a slow consumer.
+        forge_every_s: a forger publishes a changed copy of a message. It needs a bus on which engines have keys.
         stuck: a WRITE never ends by itself.
-        junk: a decode engine registers blocks that it does not have.
-        forge_every_s: somebody says what it has changed of something heard; needs a bus on which engines have keys.
-        rebind: the router gives a request to another prefill engine, or anew to the same, though the first one lives.
+        bad_blocks: a decode engine registers blocks that it does not have.
+        rebind: the router moves a request to another prefill engine, or repeats it, though the first engine is alive.
+        clock_drift: how far an engine's clock may run fast or slow, as a share.
     """
 
     drop: float = 0.0
-    double: float = 0.0
-    late: float = 0.0
-    cut_every_s: float = 0.0
+    duplicate: float = 0.0
+    delay: float = 0.0
+    partition_every_s: float = 0.0
     kill_every_s: float = 0.0
     outage_every_s: float = 0.0
     freeze_every_s: float = 0.0
@@ -33,18 +36,18 @@ class Faults:
     abort: float = 0.0
     write_failure: float = 0.0
     stuck: float = 0.0
-    junk: float = 0.0
+    bad_blocks: float = 0.0
     rebind: float = 0.0
-    drift: float = 0.0
+    clock_drift: float = 0.0
     mean_write_s: float = 0.05
 
 
-CALM = Faults()
+NO_FAULTS = Faults()
 ALL_FAULTS = Faults(
     drop=0.02,
-    double=0.05,
-    late=0.03,
-    cut_every_s=20.0,
+    duplicate=0.05,
+    delay=0.03,
+    partition_every_s=20.0,
     kill_every_s=40.0,
     outage_every_s=90.0,
     freeze_every_s=90.0,
@@ -52,31 +55,29 @@ ALL_FAULTS = Faults(
     abort=0.08,
     write_failure=0.02,
     stuck=0.01,
-    junk=0.01,
+    bad_blocks=0.01,
     rebind=0.05,
-    drift=0.005,
+    clock_drift=0.005,
     mean_write_s=0.2,
 )
-KINDS = {
+FAULT_KINDS = {
     "all": ALL_FAULTS,
-    "none": CALM,
-    "bus": replace(
-        CALM, drop=0.05, double=0.1, late=0.05, outage_every_s=30.0, freeze_every_s=30.0, stall_every_s=15.0
-    ),
-    "partition": replace(CALM, cut_every_s=5.0, mean_write_s=0.5),
-    "kill": replace(CALM, kill_every_s=10.0, mean_write_s=1.5),
-    "restart": replace(CALM, kill_every_s=4.0, late=0.3, double=0.3, mean_write_s=0.5),
-    "rebind": replace(CALM, rebind=0.5, late=0.1, double=0.3, write_failure=0.2),
-    "abort": replace(CALM, abort=0.4, mean_write_s=0.5),
-    "forge": replace(CALM, forge_every_s=0.0005, late=0.05, double=0.05, abort=0.1, rebind=0.1, mean_write_s=0.1),
+    "none": NO_FAULTS,
+    "bus": Faults(drop=0.05, duplicate=0.1, delay=0.05, outage_every_s=30.0, freeze_every_s=30.0, stall_every_s=15.0),
+    "partition": Faults(partition_every_s=5.0, mean_write_s=0.5),
+    "kill": Faults(kill_every_s=10.0, mean_write_s=1.5),
+    "restart": Faults(kill_every_s=4.0, delay=0.3, duplicate=0.3, mean_write_s=0.5),
+    "rebind": Faults(rebind=0.5, delay=0.1, duplicate=0.3, write_failure=0.2),
+    "abort": Faults(abort=0.4, mean_write_s=0.5),
+    "forge": Faults(forge_every_s=0.0005, delay=0.05, duplicate=0.05, abort=0.1, rebind=0.1, mean_write_s=0.1),
 }
 
 
 class Violation(AssertionError):  # noqa: N818 - the field's word
-    """A law was broken."""
+    """An invariant was broken."""
 
 
 def faults_of(kind: str) -> Faults:
-    if kind not in KINDS:
-        raise ConfigError("--faults", kind, ", ".join(KINDS))
-    return KINDS[kind]
+    if kind not in FAULT_KINDS:
+        raise ConfigError("--faults", kind, ", ".join(FAULT_KINDS))
+    return FAULT_KINDS[kind]

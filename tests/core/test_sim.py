@@ -1,4 +1,4 @@
-"""The chaos harness itself: it holds in calm and storm, gives the same life for a seed, and finds what is broken."""
+"""The simulator itself: invariants hold, with faults or not; a seed gives the same run; what is broken is found."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvbus.protocol.prefill import PostWrite, ReleaseBlocks, joiner
 from kvbus.protocol.prefill.decode_peers import Sinks
 from kvbus.protocol.prefill.joiner import Joiner
 from kvbus.protocol.prefill.registrations import Registrations
-from kvbus.sim.faults import KINDS, faults_of
-from kvbus.sim.life import Life
-from kvbus.sim.run import LawBrokenError, run_lives
+from kvbus.sim.faults import FAULT_KINDS, faults_of
+from kvbus.sim.run import InvariantBrokenError, run_many
+from kvbus.sim.virtual import run_virtual
 
 
 @pytest.fixture(autouse=True)
@@ -22,21 +22,21 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "kvbus")
 
 
-@pytest.mark.parametrize("kind", sorted(kind for kind, faults in KINDS.items() if not faults.forge_every_s))
-def test_no_law_is_broken(kind: str) -> None:
-    account = run_lives(1, 600, kind, lambda _: None)
-    assert account.transfers == 600
+@pytest.mark.parametrize("kind", sorted(kind for kind, faults in FAULT_KINDS.items() if not faults.forge_every_s))
+def test_no_invariant_is_broken(kind: str) -> None:
+    summary = run_many(1, 600, kind, lambda _: None)
+    assert summary.transfers == 600
     ends = ("pushed", "recomputed", "computed locally", "aborted", "lost with its decode engine")
-    assert sum(account.counts[end] for end in ends) == 600
-    assert account.counts["pushed"] > 300
+    assert sum(summary.counts[end] for end in ends) == 600
+    assert summary.counts["pushed"] > 300
 
 
 def test_without_faults_everything_is_pushed() -> None:
-    assert run_lives(5, 200, "none", lambda _: None).counts["pushed"] == 200
+    assert run_many(5, 200, "none", lambda _: None).counts["pushed"] == 200
 
 
-def test_a_seed_gives_the_same_life() -> None:
-    one, two = (Life(11, faults_of("all"), 150).live() for _ in range(2))
+def test_a_seed_gives_the_same_run() -> None:
+    one, two = (run_virtual(11, faults_of("all"), 150) for _ in range(2))
     assert one == two
 
 
@@ -94,6 +94,6 @@ def test_a_broken_fence_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch)
     kind, patches = MUTATIONS[mutation]
     for owner, name, broken in patches:
         monkeypatch.setattr(owner, name, broken)
-    with pytest.raises(LawBrokenError, match="see it again with: kvbus sim --seed") as caught:
-        run_lives(1, LIMIT, kind, lambda _: None)
+    with pytest.raises(InvariantBrokenError, match="see it again with: kvbus sim --seed") as caught:
+        run_many(1, LIMIT, kind, lambda _: None)
     print(f"{mutation} -> {caught.value}")

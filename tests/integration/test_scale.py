@@ -6,7 +6,9 @@ from pathlib import Path
 
 import psutil
 
-from kvbus.sim.scale import Scale, rows, run_scale
+from kvbus.sim.scale.plan import Scale
+from kvbus.sim.scale.report import rows
+from kvbus.sim.scale.run import run_scale
 
 
 async def test_everything_is_pushed_and_every_process_ends(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from support.waiting import eventually
 from kvbus.bus import MemoryBroker, MemoryBus, NatsBus
 from kvbus.errors import BusUnavailableError
 from kvbus.local import NatsServer
-from kvbus.sim.faults import CALM
-from kvbus.sim.live import live_once
+from kvbus.sim.faults import NO_FAULTS
+from kvbus.sim.realtime import run_real_time
 from kvbus.tools import watch
 from kvbus.tools.lines import Said, Selection, Undecodable
 from kvbus.tools.listen import MAX_HEARD, Ear, listening
@@ -206,7 +206,7 @@ class TestLoops:
             return route(self, subject, payload, reply)
 
         monkeypatch.setattr(MemoryBroker, "route", spied)
-        assert live_once(4, CALM, "memory", 30).counts["pushed"] == 30
+        assert run_real_time(4, NO_FAULTS, "memory", 30).counts["pushed"] == 30
         got = traffic.snapshot(time.monotonic())
         assert table.pending(time.monotonic()) == ()
         assert most > 1

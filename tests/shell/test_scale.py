@@ -1,4 +1,4 @@
-"""The played memory across processes, and the parts of ``kvbus scale`` that need no process."""
+"""The simulated data plane between processes, and the parts of ``kvbus scale`` that need no process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from kvbus.errors import ConfigError, PeerRefusedError, TransferRefusedError
 from kvbus.protocol.prefill import WriteJob
-from kvbus.sim.faults import CALM, Violation
-from kvbus.sim.linked_plane import LinkedFabric, LinkedPlane
-from kvbus.sim.live_stage import LiveStage
-from kvbus.sim.plane import Arena, owner_tag
-from kvbus.sim.scale import Scale
-from kvbus.sim.scale_group import engines_of
-from kvbus.sim.scale_load import quantiles_ms
-from kvbus.sim.stage import LIVE
+from kvbus.sim.fabric import BlockPool, owner_of_attempt
+from kvbus.sim.faults import NO_FAULTS, Violation
+from kvbus.sim.realtime_runtime import RealTimeRuntime
+from kvbus.sim.scale.engines import deal_engines
+from kvbus.sim.scale.plan import Scale
+from kvbus.sim.scale.report import quantiles_ms
+from kvbus.sim.socket_fabric import SocketFabric
+from kvbus.sim.timing import REAL_TIME
 
 JOB = WriteJob("t", 1, "p-t", (((0, 2),),), "D", 7, "d-t", (((0, 2),),), "")
 
@@ -26,19 +26,19 @@ class Pair:
     """A prefill and a decode engine of two processes, here in one."""
 
     def __init__(self, folder: Path) -> None:
-        self.stage = LiveStage(1, replace(CALM, mean_write_s=0.001))
-        self.source = LinkedFabric(self.stage, folder / "source.sock")
-        self.sink = LinkedFabric(self.stage, folder / "sink.sock")
-        self.prefill = LinkedPlane(self.stage, LIVE, self.source, "P", 0)
-        self.decode = self.sink.make_plane(self.stage, LIVE, "D", 0)
-        self.source.arenas["P"] = Arena(5, self.source.settle)
-        self.sink.arenas["D"] = Arena(7, self.sink.settle)
-        self.source.arenas["P"].take("p-t", 2)
+        self.runtime = RealTimeRuntime(1, replace(NO_FAULTS, mean_write_s=0.001))
+        self.source = SocketFabric(self.runtime, REAL_TIME, folder / "source.sock")
+        self.sink = SocketFabric(self.runtime, REAL_TIME, folder / "sink.sock")
+        self.prefill = self.source.make_transport("P", 0)
+        self.decode = self.sink.make_transport("D", 0)
+        self.source.pools["P"] = BlockPool(5, self.source.settle)
+        self.sink.pools["D"] = BlockPool(7, self.sink.settle)
+        self.source.pools["P"].allocate("p-t", 2)
 
     async def open(self) -> None:
         await self.source.open()
         await self.sink.open()
-        await self.source.meet([str(Path(self.sink.metadata_of(7).decode().partition("@")[2]))])
+        await self.source.connect([self.sink.metadata_of(7).decode().partition("@")[2]])
         assert self.prefill.add_peer("D", 1, {0: self.sink.metadata_of(7)}) > 0
 
 
@@ -52,33 +52,33 @@ async def pair(tmp_path: Path) -> AsyncIterator[Pair]:
 
 
 async def test_a_write_lands_and_is_told_at_both_ends(pair: Pair) -> None:
-    pair.sink.arenas["D"].take(owner_tag("d-t", 1), 2)
+    pair.sink.pools["D"].allocate(owner_of_attempt("d-t", 1), 2)
     pair.prefill.post(JOB, "landed")
     ended: list[str] = []
-    await pair.stage.until(
-        lambda: bool(ended) or bool(ended.extend(each.failure for each in pair.prefill.poll())), pair.stage.now + 5
+    await pair.runtime.until(
+        lambda: bool(ended) or bool(ended.extend(each.failure for each in pair.prefill.poll())), pair.runtime.now + 5
     )
     assert ended == [""]
     assert pair.decode.notifications() == ["landed"]
 
 
-async def test_a_write_into_blocks_of_another_request_ends_the_life(pair: Pair) -> None:
-    pair.sink.arenas["D"].take(owner_tag("another", 1), 2)
+async def test_a_write_into_blocks_of_another_request_ends_the_run(pair: Pair) -> None:
+    pair.sink.pools["D"].allocate(owner_of_attempt("another", 1), 2)
     pair.prefill.post(JOB, "landed")
     with pytest.raises(Violation, match=r"a WRITE for d-t/1 landed in block . of another/1"):
-        await pair.stage.until(lambda: False, pair.stage.now + 5)
+        await pair.runtime.until(lambda: False, pair.runtime.now + 5)
 
 
-async def test_a_write_from_blocks_that_were_freed_ends_the_life(pair: Pair) -> None:
-    pair.sink.arenas["D"].take(owner_tag("d-t", 1), 2)
+async def test_a_write_from_blocks_that_were_freed_ends_the_run(pair: Pair) -> None:
+    pair.sink.pools["D"].allocate(owner_of_attempt("d-t", 1), 2)
     pair.prefill.post(JOB, "landed")
-    pair.source.arenas["P"].give_back([0, 1])
+    pair.source.pools["P"].free([0, 1])
     with pytest.raises(Violation, match=r"a WRITE for p-t read block . of None"):
-        await pair.stage.until(lambda: False, pair.stage.now + 5)
+        await pair.runtime.until(lambda: False, pair.runtime.now + 5)
 
 
-async def test_whoever_is_disconnected_from_gets_nothing(pair: Pair) -> None:
-    pair.sink.arenas["D"].take(owner_tag("d-t", 1), 2)
+async def test_a_dropped_peer_gets_nothing(pair: Pair) -> None:
+    pair.sink.pools["D"].allocate(owner_of_attempt("d-t", 1), 2)
     pair.prefill.post(JOB, "landed")
     pair.prefill.drop_peer("D")
     assert [each.failure for each in pair.prefill.poll()] == ["disconnected"]
@@ -86,14 +86,14 @@ async def test_whoever_is_disconnected_from_gets_nothing(pair: Pair) -> None:
         pair.prefill.post(JOB, "landed")
     with pytest.raises(PeerRefusedError):
         pair.prefill.add_peer("D", 1, {0: b"7"})
-    await pair.stage.until(lambda: False, pair.stage.now + 0.1)
+    await pair.runtime.until(lambda: False, pair.runtime.now + 0.1)
     assert pair.decode.notifications() == []
 
 
 def test_engines_are_dealt_to_all_processes() -> None:
-    dealt = engines_of(9, 2)
+    dealt = deal_engines(9, 2)
     assert [len(each) for each in dealt] == [5, 4]
-    names = sorted(name for each in dealt for name, _ in each)
+    names = sorted(name for each in dealt for name in each)
     assert names == ["D0", "D1", "D2", "D3", "D4", "P0", "P1", "P2", "P3"]
 
 

@@ -1,4 +1,4 @@
-"""Real buses in bad weather, and the servers between them that are killed and frozen."""
+"""Real buses over a faulty network, and their servers, which are killed and frozen."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from kvbus.bus import Bus, Callback, Handler, MemoryBroker, MemoryBus, NatsBus, 
 from kvbus.errors import BusUnavailableError
 from kvbus.local import NatsServer
 from kvbus.metrics import Counters
-from kvbus.sim.live_stage import LiveStage
-from kvbus.sim.weather import EVERYBODY, Weather
+from kvbus.sim.nemesis import Server
+from kvbus.sim.network import EVERYBODY, Network
+from kvbus.sim.realtime_runtime import RealTimeRuntime
 
 CHECK_SERVER_S = 1.0
 _ENVELOPE_BYTES = 64
@@ -28,8 +29,8 @@ class FaultyBus:
         host: the engine that this connection belongs to.
     """
 
-    def __init__(self, inner: Bus, host: str, weather: Weather, stage: LiveStage) -> None:
-        self._inner, self._host, self._weather, self._stage = inner, host, weather, stage
+    def __init__(self, inner: Bus, host: str, network: Network, runtime: RealTimeRuntime) -> None:
+        self._inner, self._host, self._network, self._runtime = inner, host, network, runtime
         self._cut_off = False
 
     @property
@@ -53,19 +54,19 @@ class FaultyBus:
         return self._inner.local_host
 
     def cut_off(self) -> None:
-        """Lose everything from and to this client from now on, without telling it: as if its process were killed."""
+        """Silently lose everything from and to this client from now on: as if its process were killed."""
         self._cut_off = True
 
     def publish(self, subject: str, payload: bytes) -> bool:
         if self._cut_off:
             return False
-        self._stage.counts["messages"] += 1
+        self._runtime.counts["messages"] += 1
         return self._inner.publish(subject, wrap(self._host, payload))
 
     async def subscribe(self, subject: str, callback: Callback) -> None:
         def on_payload(actual_subject: str, wrapped: bytes) -> None:
             sender, payload = unwrap(wrapped)
-            for delay_s in self._weather.copies(sender, self._host):
+            for delay_s in self._network.delays(sender, self._host):
                 self._deliver(delay_s, lambda: callback(actual_subject, payload))
 
         await self._inner.subscribe(subject, on_payload)
@@ -73,7 +74,7 @@ class FaultyBus:
     async def serve(self, subject: str, handler: Handler) -> None:
         def on_request(actual_subject: str, wrapped: bytes) -> bytes | None:
             sender, payload = unwrap(wrapped)
-            if self._cut_off or not self._weather.copies(sender, self._host):
+            if self._cut_off or not self._network.delays(sender, self._host):
                 return None
             answer = handler(actual_subject, payload)
             return wrap(self._host, answer) if answer is not None else None
@@ -82,7 +83,7 @@ class FaultyBus:
 
     async def request(self, subject: str, payload: bytes, timeout_s: float) -> bytes:
         sender, answer = unwrap(await self._inner.request(subject, wrap(self._host, payload), timeout_s))
-        delays_s = self._weather.copies(sender, self._host)
+        delays_s = self._network.delays(sender, self._host)
         if not delays_s or delays_s[0] > timeout_s:
             raise BusUnavailableError(f"no answer on {subject}: lost")
         await asyncio.sleep(delays_s[0])
@@ -106,9 +107,9 @@ class FaultyBus:
                 call()
 
         if delay_s > 0:
-            self._stage.at(delay_s, unless_cut_off)
+            self._runtime.call_later(delay_s, unless_cut_off)
         else:
-            self._stage.guard(unless_cut_off)
+            self._runtime.guard(unless_cut_off)
 
 
 def wrap(host: str, payload: bytes) -> bytes:
@@ -122,18 +123,10 @@ def unwrap(wrapped: bytes) -> tuple[str, bytes]:
     return sender.decode(), payload
 
 
-class Server(Protocol):
-    """What is between the buses of one life."""
+class BusServer(Server, Protocol):
+    """What the buses of one run connect to."""
 
     def make_bus(self, name: str) -> Bus: ...
-
-    def outage(self, away_s: float) -> None:
-        """Go away for so many seconds."""
-        ...
-
-    def freeze(self, for_s: float) -> None:
-        """Stand still for so many seconds."""
-        ...
 
     def close(self) -> None: ...
 
@@ -141,8 +134,8 @@ class Server(Protocol):
 class MemoryServer:
     """A broker in memory."""
 
-    def __init__(self, stage: LiveStage, weather: Weather) -> None:
-        self._stage, self._weather = stage, weather
+    def __init__(self, runtime: RealTimeRuntime, network: Network) -> None:
+        self._runtime, self._network = runtime, network
         self._broker = MemoryBroker()
 
     def make_bus(self, name: str) -> Bus:
@@ -152,25 +145,25 @@ class MemoryServer:
         if self._broker.up:
             away = contextlib.ExitStack()
             away.enter_context(self._broker.down())
-            self._stage.at(away_s, away.close)
+            self._runtime.call_later(away_s, away.close)
 
     def freeze(self, for_s: float) -> None:
-        self._weather.stall(EVERYBODY, for_s)
+        self._network.stall(EVERYBODY, for_s)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing is held."""
 
 
-class RealServer:
+class RestartableNats:
     """A nats-server of our own, always at the same port.
 
-    Start it in a thread that lives as long as it shall: see :mod:`kvbus.child`.
+    The thread that starts it must outlive it: see :mod:`kvbus.child`.
     """
 
-    def __init__(self, stage: LiveStage, logs: Path) -> None:
-        self._stage, self._logs = stage, logs
+    def __init__(self, runtime: RealTimeRuntime, logs: Path) -> None:
+        self._runtime, self._logs = runtime, logs
         self._server = NatsServer(logs)
-        self._starts = 0
+        self._restarts = 0
         self._away = False
 
     def make_bus(self, name: str) -> Bus:
@@ -180,24 +173,24 @@ class RealServer:
         if not self._away:
             self._away = True
             self.close()
-            self._stage.at(away_s, self._come_back)
+            self._runtime.call_later(away_s, self._come_back)
 
     def freeze(self, for_s: float) -> None:
         child = self._server.child
         child.signal(signal.SIGSTOP)
-        self._stage.at(for_s, lambda: child.signal(signal.SIGCONT) if child.alive else None)
+        self._runtime.call_later(for_s, lambda: child.signal(signal.SIGCONT) if child.alive else None)
 
     def close(self) -> None:
-        self._server.child.signal(signal.SIGKILL)  # a frozen one hears nothing else
+        self._server.child.signal(signal.SIGKILL)  # a frozen one takes no other signal
         self._server.stop()
 
     def _come_back(self) -> None:
         self._away = False
-        self._starts += 1
-        self._server = NatsServer(self._logs, port=self._server.port, name=f"nats-server-{self._starts}")
-        self._stage.at(CHECK_SERVER_S, self._check)
+        self._restarts += 1
+        self._server = NatsServer(self._logs, port=self._server.port, name=f"nats-server-{self._restarts}")
+        self._runtime.call_later(CHECK_SERVER_S, self._check)
 
     def _check(self) -> None:
-        """Somebody may have taken the port meanwhile, for a moment."""
+        """Start it again if it ended at once: something else may have had the port for a moment."""
         if not self._away and not self._server.child.alive:
             self._come_back()

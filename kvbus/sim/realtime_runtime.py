@@ -1,4 +1,4 @@
-"""Real time in one event loop, where a broken law ends the life wherever it was noticed."""
+"""Real time in one event loop. A broken invariant ends the run, wherever it was noticed."""
 
 from __future__ import annotations
 
@@ -16,70 +16,66 @@ from kvbus.sim.faults import Faults, Violation
 POLL_S = 0.05
 
 
-class LiveStage:
-    """A :class:`~kvbus.sim.stage.Stage` in the running event loop."""
+class RealTimeRuntime:
+    """A :class:`~kvbus.sim.runtime.Runtime` in the running event loop."""
 
     def __init__(self, seed: int, faults: Faults) -> None:
         self.faults = faults
-        self.chance = random.Random(seed)
+        self.rng = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self._began = time.monotonic()
-        self._instant: float | None = None
+        self._started_at = time.monotonic()
+        self._stopped_at: float | None = None
         self._loop = asyncio.get_running_loop()
-        self._broken: BaseException | None = None
+        self._error: BaseException | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
     def now(self) -> float:
-        return self._instant if self._instant is not None else time.monotonic() - self._began
+        return self._stopped_at if self._stopped_at is not None else time.monotonic() - self._started_at
 
     @contextlib.contextmanager
-    def instant(self) -> Iterator[None]:
-        """Let no time pass: nothing parts the fence's check and the posting of a WRITE, not even a busy machine."""
-        self._instant = self.now
+    def stopped_clock(self) -> Iterator[None]:
+        """Let no time pass between the fence's check and the posting of a WRITE, not even on a busy machine."""
+        self._stopped_at = self.now
         try:
             yield
         finally:
-            self._instant = None
+            self._stopped_at = None
 
-    def at(self, delay_s: float, do: Callable[[], None]) -> None:
-        self.timer(delay_s, do)
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
+        return self._loop.call_later(delay_s, self.guard, callback)
 
-    def timer(self, delay_s: float, do: Callable[[], None]) -> asyncio.TimerHandle:
-        """As :meth:`at`, but it can be cancelled."""
-        return self._loop.call_later(delay_s, self.guard, do)
-
-    def guard(self, do: Callable[[], None]) -> None:
-        """Do it, unless the life is over; what it raises ends the life."""
+    def guard(self, callback: Callable[[], None]) -> None:
+        """Call it, unless the run is over; what it raises ends the run."""
         if not self._closed:
             try:
-                do()
+                callback()
             except Exception as error:  # noqa: BLE001 - raised again by until()
                 self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        self._broken = self._broken or error
+        self._error = self._error or error
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
-        """Run it in the background; what it raises ends the life."""
+        """Run it in the background; what it raises ends the run."""
         task = self._loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
 
-    async def until(self, true: Callable[[], bool], at: float) -> None:
-        """Return when it is true, or at the time ``at``.
+    async def until(self, condition: Callable[[], bool], at: float) -> None:
+        """Return when ``condition`` is true, or at the time ``at``.
 
         Raises:
-            Violation: a law was broken meanwhile.
+            Violation: an invariant was broken meanwhile.
         """
-        while self._broken is None and self.now < at and not true():  # noqa: ASYNC110 - nobody could set an event
+        while self._error is None and self.now < at and not condition():  # noqa: ASYNC110 - nobody could set an event
             await asyncio.sleep(POLL_S)
-        if self._broken is not None:
-            raise self._broken
+        if self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
-        """Do nothing more, and wait for what was begun."""
+        """Call nothing more, and wait for the tasks."""
         self._closed = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
@@ -89,15 +85,15 @@ class LiveStage:
             self.fail(error)
 
 
-class LogEar(logging.Handler):
-    """Hears kvbus's log, and keeps it from everybody else: faults are what a life is about.
+class LogWatcher(logging.Handler):
+    """Takes kvbus's log while it is entered and shows it to nobody, since a run is full of faults.
 
-    An exception that a shell caught and logged is a broken law, too.
+    An exception that a shell caught and logged counts as a broken invariant.
     """
 
-    def __init__(self, stage: LiveStage) -> None:
+    def __init__(self, runtime: RealTimeRuntime) -> None:
         super().__init__(logging.ERROR)
-        self._stage = stage
+        self._runtime = runtime
         self._log = logging.getLogger("kvbus")
         self._before = (self._log.level, self._log.propagate)
 
@@ -115,8 +111,8 @@ class LogEar(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         if isinstance(error, Violation):
-            self._stage.fail(error)
+            self._runtime.fail(error)
         elif error is not None:
             violation = Violation(f"{record.getMessage()}: {type(error).__name__}: {error}")
             violation.__cause__ = error
-            self._stage.fail(violation)
+            self._runtime.fail(violation)
