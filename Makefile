@@ -6,7 +6,7 @@ STAMP := $(VENV)/.kvbus-setup
 
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help cluster setup demo test test-fast matrix lint types format bench soak clean
+.PHONY: help cluster setup demo test test-fast check hooks docs matrix lint types format bench soak clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -26,8 +26,16 @@ cluster: ## a local cluster in containers, with Jaeger and Grafana; Ctrl-C ends 
 test: setup ## the whole test suite, real engines included
 	$(BIN)/pytest
 
-test-fast: setup ## all but the tests with real engines
-	$(BIN)/pytest -m "not e2e"
+test-fast: setup ## the quick tests: no real engines, nothing that takes many seconds
+	$(BIN)/pytest -m "not e2e and not slow"
+
+check: lint types test-fast ## lint, types, layering, docs and the quick tests: before each push
+
+hooks: setup ## git runs ruff before a commit, and `make check` before a push
+	$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push
+
+docs: setup ## write the tables of docs/protocol.md anew
+	KVBUS_DOCS=write $(BIN)/pytest -q tests/core/test_protocol_tables.py
 
 matrix: setup ## every model family and engine option against one engine (about 25 minutes)
 	KVBUS_MATRIX=all $(BIN)/pytest -m matrix -s

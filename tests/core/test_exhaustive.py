@@ -367,6 +367,7 @@ if os.environ.get("KVBUS_SEARCH") == "deep":
     CASES |= DEEP
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("hint", ["P", ""], ids=["hint", "pool"])
 @pytest.mark.parametrize("case", CASES)
