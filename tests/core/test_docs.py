@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -22,6 +23,22 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     missing += [f"make {name}" for name in TARGETS.findall(text) if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
     assert not missing
+
+
+def test_docstrings_refer_to_what_is_there() -> None:
+    pattern = re.compile(r":(?:mod|class|func|meth|data):`~?(kvbus(?:\.\w+)+)`")
+    sources = [path for folder in ("kvbus", "connector") for path in (ROOT / folder).rglob("*.py")]
+    names = {name for path in sources for name in pattern.findall(path.read_text())}
+    assert names
+    assert [name for name in sorted(names) if not _is_there(name)] == []
+
+
+def _is_there(name: str) -> bool:
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return found is not None
 
 
 def test_tests_readme_names_tests_that_are_there() -> None:

@@ -16,6 +16,7 @@ from kvbus.local.load import Shot, plain_stream, run_load
 pytestmark = [pytest.mark.e2e, pytest.mark.hurts_the_cluster, pytest.mark.timeout(900)]
 
 RATE = 4.0
+AWAY_S = 20.0
 
 
 async def load_with(
@@ -70,11 +71,15 @@ async def test_nats_killed_for_twenty_seconds_loses_no_request(cluster: Cluster,
     assert cluster.nats is not None
     server = cluster.nats
 
+    killed = asyncio.Event()
+
     def kill() -> None:
         server.child.signal(signal.SIGKILL)
+        killed.set()
 
     async def come_back() -> None:
-        await asyncio.sleep(24)
+        await killed.wait()
+        await asyncio.sleep(AWAY_S)
         # In this thread: a child ends with the thread that started it.
         cluster.replace_nats(NatsServer(cluster.logs, server.port, "nats-again"))
 

@@ -78,7 +78,7 @@ class Registrar:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Receives by phase, for metrics and tests."""
+        """Receives by phase. The tables of ``docs/protocol.md`` are made with it."""
         return self._receives.counts()
 
     def next_deadline(self) -> float | None:

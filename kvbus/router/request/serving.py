@@ -1,4 +1,5 @@
-"""One request's shell: runs its legs, tells its :class:`~kvbus.router.Flight` what happens, does what that says.
+"""One request's shell: runs its legs, tells :class:`~kvbus.router.request.failover.Flight` what happens, and does what
+that says.
 
 The one rule: each leg and question is one task, which ends in one event; only :meth:`Serving.run` applies events.
 """
