@@ -183,16 +183,16 @@ class Router:
 
     def _on_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         if isinstance(message, TransferFailed):
-            self._tell(message, message.reason)
+            self._tell(message, message.reason, kept=message.kept)
 
     def _on_ack(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
         if isinstance(message, RegistrationAck) and message.refused:
             self._tell(message, message.refused)
 
-    def _tell(self, message: TransferFailed | RegistrationAck, why: str) -> None:
+    def _tell(self, message: TransferFailed | RegistrationAck, why: str, *, kept: bool = False) -> None:
         serving = self._servings.get(message.transfer_id.partition("#")[0])
         if serving is not None:
-            serving.transfer_lost(message.source_engine, message.attempt, why)
+            serving.transfer_lost(message.source_engine, message.attempt, why, kept=kept)
 
     async def _handle(self, route: Route, request: web.Request) -> web.StreamResponse:
         match route.how:

@@ -178,11 +178,15 @@ class TransferDone(FromSourceRank):
 
 @dataclass(frozen=True, slots=True)
 class TransferFailed(FromSourceRank):
-    """This rank will not (or not completely) write; none of its WRITEs is outstanding."""
+    """This rank will not (or not completely) write; none of its WRITEs is outstanding.
+
+    ``kept``: the prompt's KV is computed, and stays for another attempt, for a block lease.
+    """
 
     KIND = "failed"
 
     reason: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,17 @@ def test_a_write_that_failed_with_its_decode_engine_loses_no_kv(engines: Engines
     assert (effects[1].sink, effects[1].source) == (E, P)
 
 
+def test_the_same_when_the_bus_is_faster_than_the_answer_to_the_prefill_leg() -> None:
+    flight = begun()
+    lost = TransferLost("P", 1, "disconnected", kept=True)
+    assert flight.apply(lost, ALL) == [AskRebind(D, Q, 2)], "no Release: the KV is still wanted"
+    assert flight.apply(SourceAnswered(1), ALL) == []
+    effects = flight.apply(SinkLost(1, "gone"), ALL)
+    assert [type(each) for each in effects] == [TookOver, SendDecode], "no second prefill"
+    assert isinstance(effects[1], SendDecode)
+    assert (effects[1].sink, effects[1].source) == (E, P)
+
+
 def test_a_decode_engine_that_nobody_can_take_over_from_is_not_given_up_for_its_silence() -> None:
     flight = begun(PAIR)
     assert flight.apply(EngineLeft("D", 1, "silent"), PAIR) == []
@@ -250,7 +261,7 @@ EVENTS: list[Event] = [
     *(SinkAnswered(attempt, status) for attempt, status in product(range(1, 5), (200, 400))),
     *(RebindAnswered(attempt, why) for attempt, why in product(range(2, 5), ("", "its KV is here"))),
     *(EngineLeft(each, 1, "x") for each in "PQRDEF"),
-    *(TransferLost(each, attempt, "x") for each, attempt in product("PQ", range(1, 5))),
+    *(TransferLost(each, attempt, "x", kept) for each, attempt, kept in product("PQ", range(1, 5), (False, True))),
     SourceRefused(1, NO),
     SourceRefused(2, NO),
     VerdictDue(),

@@ -66,8 +66,8 @@ def refusal(reason: str, **changes: Any) -> Effect:
     return Send("D", RegistrationAck(**{**RANK, **changes}, refused=reason))
 
 
-def failure(reason: str) -> Effect:
-    return Send("D", TransferFailed(**RANK, reason=reason))
+def failure(reason: str, *, kept: bool = False) -> Effect:
+    return Send("D", TransferFailed(**RANK, reason=reason, kept=kept))
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ class TestTakingOver:
         assert self.is_written(ready.apply(self.SECOND, 3.5))
 
     def test_the_write_fails_with_it(self, ready: Matcher) -> None:
-        assert ready.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect")]
+        assert ready.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect", kept=True)]
         assert ready.apply(SinkLeft("D", 7), 6.0) == []
         assert self.is_written(ready.apply(self.SECOND, 7.0))
 
@@ -330,7 +330,7 @@ def test_the_lease_does_not_end_a_running_write(matcher: Matcher) -> None:
 def test_a_failed_write_is_told_and_its_kv_kept_until_decode_cancels(matcher: Matcher) -> None:
     matcher.apply(REGISTRATION, 1.0)
     matcher.apply(COMPLETED, 2.0)
-    assert matcher.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect")]
+    assert matcher.apply(WriteEnded("t", 1, 0, "remote disconnect"), 3.0) == [failure("remote disconnect", kept=True)]
     assert matcher.apply(REGISTRATION, 3.5) == [refusal("superseded by another attempt")]
     assert matcher.apply(CANCEL, 4.0) == [RELEASE, CANCEL_ACK]
 

@@ -63,9 +63,9 @@ class Answers:
             write_s=now - transfer.writing_since,
         )
 
-    def failed(self, registration: Registration, reason: str) -> TransferFailed:
+    def failed(self, registration: Registration, reason: str, *, kept: bool = False) -> TransferFailed:
         """This rank has not (or not completely) written; none of its WRITEs is outstanding."""
-        return TransferFailed(**self._about(registration), reason=reason)
+        return TransferFailed(**self._about(registration), reason=reason, kept=kept)
 
     def prefill_failed(self, transfer_id: str) -> PrefillFailed:
         return PrefillFailed(transfer_id, self.engine, self.incarnation, "", Outcome.NO_PREFILL.value)

@@ -63,7 +63,7 @@ class Joiner:
             return self.end(key, transfer, Outcome.FAILED, ended.failure)
         if ended.failure:
             # Its decode engine may be dead and another about to take over. One that lives cancels, which frees.
-            return self._await_next_attempt(key, transfer, now, self._answers.failed(held, ended.failure))
+            return self._await_next_attempt(key, transfer, now, self._answers.failed(held, ended.failure, kept=True))
         done = self._answers.done(held, transfer, ended.nbytes, now)
         if transfer.delivered or self._transfers.draining:  # the first token can be faster than word of the WRITE's end
             return self._transfers.end(key, transfer, Outcome.DONE, done)

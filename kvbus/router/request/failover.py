@@ -119,10 +119,12 @@ class Flight:
                 return self._rebound(attempt, refused)
             case EngineLeft(engine, incarnation, why):
                 return self._leave((engine, incarnation), why, options)
-            case TransferLost(engine, attempt, why):
+            case TransferLost(engine, attempt, why, has_kv):
                 current = self.source is not None and engine == self.source.engine and attempt == self.attempt
                 if not current or self._refusal is not None:
                     return []
+                if has_kv and self._prefill is _Prefill.RUNNING:  # the bus was faster than the answer to its leg
+                    self._prefill = _Prefill.DONE
                 kept = self.source if self._prefill is _Prefill.DONE else None
                 effects = self._lose_source(why, options, keep=kept is not None)
                 self._keeper = kept

@@ -67,11 +67,15 @@ class EngineLeft:
 
 @dataclass(frozen=True, slots=True)
 class TransferLost:
-    """A prefill engine that lives says on the bus that decode will not get its KV under ``attempt``."""
+    """A prefill engine that lives says on the bus that decode will not get its KV under ``attempt``.
+
+    ``kept``: it has the KV, and keeps it for another attempt.
+    """
 
     engine: str
     attempt: int
     why: str
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,9 +114,9 @@ class Serving:
         if self._stream is not None and (engine, incarnation) == key_of(self._flight.sink):
             self._stream.trust()
 
-    def transfer_lost(self, engine: str, attempt: int, why: str) -> None:
+    def transfer_lost(self, engine: str, attempt: int, why: str, *, kept: bool) -> None:
         """Called when a prefill engine says so of this request's transfer."""
-        self._events.put_nowait(flying.TransferLost(engine, attempt, why))
+        self._events.put_nowait(flying.TransferLost(engine, attempt, why, kept))
 
     def _perform(self, effects: list[flying.Effect]) -> None:
         for effect in effects:
