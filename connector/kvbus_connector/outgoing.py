@@ -16,8 +16,8 @@ from kvbus.trace import Marking, MarkName, Traced, traced
 from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
 from kvbus.wire import blocks as block_runs
 
+from .block_rules import BlockRules
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
-from .incoming import BlockRules
 from .step import StepPlan
 
 logger = logging.getLogger(__name__)
