@@ -35,11 +35,6 @@ class TraceView:
         return (self.first_token_ns - self.start_ns) / MS
 
     @property
-    def stages_ms(self) -> float:
-        """The sum of the stages."""
-        return sum(stage.duration_ns for stage in self.stages) / MS
-
-    @property
     def spans(self) -> tuple[SpanData, ...]:
         return (*((self.root,) if self.root is not None else ()), *self.stages, *self.others)
 
