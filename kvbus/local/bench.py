@@ -91,9 +91,9 @@ def run_bench(
                 for load in loads:
                     before = _preemptions(decode)
                     prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
-                    shots = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
+                    finished = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
                     preempted = _preemptions(decode) - before
-                    results.append(Result(arm, load.name, number, figures(shots), preempted))
+                    results.append(Result(arm, load.name, number, figures(finished), preempted))
                     say(f"  {load.name}: {_line(results[-1].figures)}, {preempted} preemptions on decode")
     return results
 

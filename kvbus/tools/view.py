@@ -1,4 +1,4 @@
-"""Traces as people look at them: one root, its stages, and what else carries the same trace id. Pure."""
+"""A trace for display: one root, its stages, and the other spans with the same trace id. Pure."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _view(trace_id: str, spans: Sequence[SpanData]) -> TraceView:
 
 
 def problems(view: TraceView) -> list[str]:
-    """What is wrong with a trace, a line for each: what tools must say instead of drawing something false."""
+    """What is wrong with a trace, a line for each problem; tools say it instead of drawing something false."""
     found = (
         [] if view.root is not None else ["its root span is missing: the request may be running, or was not exported"]
     )
