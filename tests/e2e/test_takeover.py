@@ -60,8 +60,8 @@ async def load_and_kill(
     failed = [result for result in finished if result.error]
     slowest = max(result.ttft_s for result in finished)
     say(
-        f"{name} killed: {len(finished)} requests, {sum(not result.ttft_s for result in failed)} failed before their first "
-        f"token, {len(failed)} in all; slowest first token {slowest:.2f} s; attempts {dict(attempts(ears))}"
+        f"{name} killed: {len(finished)} requests, {sum(not result.ttft_s for result in failed)} failed before their "
+        f"first token, {len(failed)} in all; slowest first token {slowest:.2f} s; attempts {dict(attempts(ears))}"
     )
     assert [result.error for result in failed if not result.ttft_s] == []
     assert attempts(ears)[2] > 0, "nothing had to be taken over: this shows nothing"
