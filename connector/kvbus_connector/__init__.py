@@ -1,4 +1,5 @@
 """The vLLM connector of kvbus: ``--kv-transfer-config '{"kv_connector": "KVBusConnector", ...}'``.
 
-Only :mod:`.connector` and :mod:`.nixl_plane` import vLLM and NIXL; the rest can be read and tested without them.
+Only :mod:`.connector`, :mod:`.nixl_plane`, :mod:`.vllm_nixl`, :mod:`.prometheus` and :mod:`.plugin` import vLLM. The
+rest can be read and tested without it.
 """

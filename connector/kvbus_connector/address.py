@@ -43,7 +43,7 @@ def _listening(pid: int) -> Iterator[tuple[str, int]]:
 
 
 def _is_healthy(host: str, port: int) -> bool:
-    """Whether it says so, by TLS if it does not speak without; whom it can show to be is the routers' question."""
+    """Whether it says so, in plain HTTP or else over TLS. Its certificate is not checked here: routers do that."""
     return _answers(http.client.HTTPConnection(host, port, timeout=ANSWER_S)) or _answers(
         http.client.HTTPSConnection(host, port, timeout=ANSWER_S, context=ssl._create_unverified_context())
     )

@@ -24,7 +24,7 @@ from kvbus.bus import NatsBus, connection_name
 from kvbus.config import Config
 from kvbus.wire import Heartbeat, check_token
 
-from . import nixl_plane, reason
+from . import nixl_plane, reason, vllm_nixl
 from .compat import check_version, check_vllm_config
 from .identity import engine_secret, heartbeat_of
 from .plugin import choose_state_layout
@@ -77,11 +77,11 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         config, own = _checked(vllm_config, kv_cache_config)
         engine = own.engine
         if role is KVConnectorRole.SCHEDULER:
-            rules = nixl_plane.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
+            rules = vllm_nixl.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
             bus = NatsBus(config.servers, connection_name(engine, own.incarnation))
             self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid(), engine_secret())
         else:
-            device = nixl_plane.current_device()
+            device = vllm_nixl.current_device()
             self._worker = WorkerHalf(
                 config,
                 own,
@@ -216,9 +216,9 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Config, Heartbeat]:
     """What this engine is configured to be; raises what the class says."""
     check_version(vllm.__version__)
-    nixl_plane.check()
+    vllm_nixl.check_upstream()
     check_vllm_config(vllm_config)
-    nixl_plane.check_state_layout(kv_cache_config)
+    vllm_nixl.check_state_layout(kv_cache_config)
     check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     return config, heartbeat_of(vllm_config, vllm.__version__, config)

@@ -37,7 +37,7 @@ class Door:
 
 
 class RankDoor:
-    """In a worker: what one rank may report. A release that is faster than the plan's word of it waits for that."""
+    """In a worker: what one rank may report. A release that is faster than its step plan waits for the plan."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters

@@ -1,8 +1,4 @@
-"""The data plane: vLLM's own NIXL worker code behind kvbus's port ``Transport``.
-
-Registering caches, descriptor lists, heterogeneous TP, MLA and hybrid groups are vLLM's; this module is the only one
-that touches them, and names every internal it uses in :data:`INTERNALS`. Left out is all of upstream's coordination:
-its side channel, its notifications' meaning, its leases, its threads.
+"""The data plane: vLLM's own NIXL worker code (:mod:`.vllm_nixl`) behind kvbus's port ``Transport``.
 
 The one rule: everything here, the constructor too, runs on the writer thread. NIXL's agent has no lock and no progress
 thread, which would spin at 100 % of a core in each worker.
@@ -10,134 +6,30 @@ thread, which would spin at 100 % of a core in each worker.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
 import logging
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
-import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     RemoteMeta,
     ReqMeta,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
-from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
 
-from kvbus.errors import ConfigError, PeerRefusedError, TransferRefusedError
+from kvbus.errors import PeerRefusedError, TransferRefusedError
 from kvbus.protocol.prefill import WriteEnded, WriteJob
 from kvbus.wire import blocks
 
-from .backends import check_backends
-from .compat import check_internals
+from .vllm_nixl import UpstreamWorker, check_upstream, prepare_nixl
 
 logger = logging.getLogger(__name__)
 
 HELLO = b"kvbus: hello"
-
-INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
-    "mamba_utils": (mamba_utils, ("get_conv_state_layout",)),
-    "NixlBaseConnectorWorker": (
-        NixlBaseConnectorWorker,
-        (
-            "register_kv_caches",
-            "add_remote_agent",
-            "_cleanup_remote_engine",
-            "_logical_to_kernel_block_ids",
-            "shutdown",
-        ),
-    ),
-    "NixlPushConnectorWorker": (NixlPushConnectorWorker, ("_xfer_blocks_for_req", "_xfer_blocks")),
-    "NixlBaseConnectorScheduler": (
-        NixlBaseConnectorScheduler,
-        ("get_exchange_clipped_blocks", "_get_remote_prefill_token_count", "_truncate_request_for_prefill"),
-    ),
-}
-
-
-def current_device() -> Any:
-    """The accelerator of the calling thread, None on CPU."""
-    if current_platform.device_type == "cpu":
-        return None
-    return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
-
-
-def check() -> None:
-    """Raise VllmMismatchError if the installed vLLM lacks what this module uses."""
-    check_internals(vllm.__version__, INTERNALS)
-
-
-def check_state_layout(kv_cache_config: Any) -> None:
-    """Raise ConfigError if this model has states of convolutions in a layout that NIXL's WRITEs cannot cut by rank."""
-    if not kv_cache_config.has_mamba_layers:
-        return
-    layout = mamba_utils.get_conv_state_layout()
-    if layout != "DS":
-        raise ConfigError("VLLM_SSM_CONV_STATE_LAYOUT", layout, "DS in the environment, for a model with Mamba layers")
-    logger.info("kvbus: the states of Mamba layers lie in the layout that NIXL needs: VLLM_SSM_CONV_STATE_LAYOUT=DS")
-
-
-def _backends(vllm_config: Any) -> list[str]:
-    return list(vllm_config.kv_transfer_config.kv_connector_extra_config.get("backends", ["UCX"]))
-
-
-def _check_backends(wanted: Sequence[str]) -> None:
-    """Raise ConfigError if NIXL cannot load one; its own error is a ``NIXL_ERR_NOT_FOUND`` without a name."""
-    bindings = importlib.import_module(base_worker.NixlWrapper.__module__).nixlBind
-    nixl = bindings.nixlAgent("kvbus-check", bindings.nixlAgentConfig())
-
-    def loads(name: str) -> bool:
-        try:
-            nixl.getPluginParams(name)
-        except Exception:  # noqa: BLE001 - NIXL's errors have no common base
-            return False
-        return True
-
-    package = Path(bindings.__file__).parent
-    folders = [Path(os.environ["NIXL_PLUGIN_DIR"])] if "NIXL_PLUGIN_DIR" in os.environ else []
-    folders.append(package.parent / f".{package.name}.mesonpy.libs" / "plugins")
-    check_backends(wanted, nixl.getAvailPlugins(), loads, folders)
-
-
-def _part_the_two_libnl() -> None:
-    """Load the system's libnl before NIXL brings its own.
-
-    With RDMA packages installed, UCX loads the system's libibverbs and libnl into a scope where NIXL's own copies come
-    first: the system's libnl-route registers itself with the wrong libnl, and the process ends with a segmentation
-    fault. Loaded before, it binds to its own.
-    """
-    with contextlib.suppress(OSError):  # it is not installed, and nothing can be mixed up
-        ctypes.CDLL("libnl-route-3.so.200")
-
-
-class UpstreamBlockRules:
-    """What vLLM's NIXL connector knows of a model's blocks: see ``scheduler.BlockRules``."""
-
-    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        self._upstream = NixlBaseConnectorScheduler(vllm_config, engine_id, kv_cache_config)
-
-    def clip(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
-        clipped: Sequence[Sequence[int]] = self._upstream.get_exchange_clipped_blocks(block_ids)
-        return clipped
-
-    def external_tokens(self, prompt_tokens: int) -> int:
-        return int(self._upstream._get_remote_prefill_token_count(prompt_tokens))
-
-    def truncate(self, request: Any) -> None:
-        self._upstream._truncate_request_for_prefill(request)
+MAX_REASON_CHARS = 256
 
 
 @dataclass(slots=True)
@@ -148,62 +40,20 @@ class _Write:
     nbytes: int = 0
 
 
-@dataclass(slots=True)
-class _Posting:
-    """Handles posted so far for the job being posted: upstream forgets them if a later rank's raises."""
-
-    handles: list[Any] = field(default_factory=list)
-
-
-class _UpstreamWorker(NixlPushConnectorWorker):  # type: ignore[misc]
-    """Upstream's worker without its writer thread, remembering each handle that it posts."""
-
-    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
-        self.posting = _Posting()
-        with _quiet_agent(vllm_config):
-            super().__init__(vllm_config, engine_id, kv_cache_config)
-
-    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        NixlBaseConnectorWorker.register_kv_caches(self, kv_caches)
-
-    def _xfer_blocks(self, *args: Any, **kwargs: Any) -> Any:
-        handle = super()._xfer_blocks(*args, **kwargs)
-        if handle is not None:
-            self.posting.handles.append(handle)
-        return handle
-
-
-@contextlib.contextmanager
-def _quiet_agent(vllm_config: Any) -> Iterator[None]:
-    """Let upstream's constructor make an agent without a progress thread and without worker threads."""
-    make_config = base_worker.nixl_agent_config
-    backends = _backends(vllm_config)
-
-    def quiet(**_: Any) -> Any:
-        return make_config(enable_prog_thread=False, backends=backends, capture_telemetry=True)
-
-    base_worker.nixl_agent_config = quiet
-    try:
-        yield
-    finally:
-        base_worker.nixl_agent_config = make_config
-
-
 class NixlPlane:
     """See the module's docstring, and ``kvbus.engine.transport.Transport``.
 
     Args:
-        device: the accelerator where the caches are, as :func:`current_device` of the worker's main thread says.
+        device: where the caches are: :func:`.vllm_nixl.current_device`, called by the worker's main thread.
     """
 
     def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any, device: Any) -> None:
-        check()
-        _part_the_two_libnl()
-        _check_backends(_backends(vllm_config))
+        check_upstream()
+        prepare_nixl(vllm_config)
         if device is not None:
             current_platform.set_device(device)  # without a context in this thread UCX gives up its GPU transports
         # On CPU upstream binds the calling thread to a core that it keeps for transfers: this one, as it should be.
-        self._upstream = _UpstreamWorker(vllm_config, engine_id, kv_cache_config)
+        self._upstream = UpstreamWorker(vllm_config, engine_id, kv_cache_config)
         self.rank: int = self._upstream.tp_rank
         self.ranks: int = self._upstream.world_size
         self._writes: list[_Write] = []
@@ -256,13 +106,13 @@ class NixlPlane:
             request_id=notification,
         )
         meta = ReqMeta(local_block_ids=source, local_physical_block_ids=physical, tp_size=1, remote=remote)
-        upstream.posting = _Posting()
+        handles: list[Any] = []
+        upstream.posted = handles
         failure = ""
         try:
             upstream._xfer_blocks_for_req(key, meta)
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no common base
             failure = f"{type(error).__name__}: {error}"
-        handles = upstream.posting.handles
         upstream._sending_transfers.pop(key, None)
         if key in upstream._send_failures:
             upstream._send_failures.discard(key)
@@ -278,7 +128,7 @@ class NixlPlane:
             if not write.handles:
                 self._writes.remove(write)
                 job = write.job
-                ended.append(WriteEnded(job.transfer_id, job.attempt, write.nbytes, write.failure[:256]))
+                ended.append(WriteEnded(job.transfer_id, job.attempt, write.nbytes, write.failure[:MAX_REASON_CHARS]))
         return ended
 
     def notifications(self) -> list[str]:

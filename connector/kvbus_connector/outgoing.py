@@ -16,8 +16,8 @@ from kvbus.trace import Marking, MarkName, Traced, traced
 from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
 from kvbus.wire import blocks as block_runs
 
+from .block_rules import BlockRules
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
-from .incoming import BlockRules
 from .step import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class _Prefill:
 
 
 class Outgoing:
-    """The table of these requests. What is said of them goes over the bus at once, and surely with the next step."""
+    """The table of these requests. Each message goes over the bus, which may lose it, and with the next step."""
 
     def __init__(self, own: Heartbeat, rules: BlockRules, node: Node, marking: Marking) -> None:
         self._own, self._rules, self._node, self._marking = own, rules, node, marking
@@ -131,10 +131,10 @@ class Outgoing:
         try:
             self._node.publish(self._node.subjects.prefill(me), message, to=me)
         except PayloadTooLargeError as error:
-            logger.warning("%s; it takes the slower way, with the next step", error)
+            logger.warning("%s; the ranks get it with the next step instead", error)
 
     def _about(self, name: TransferName, request_id: str) -> dict[str, Any]:
-        """What each word of a prefill says first; each has the next number."""
+        """What each message about a prefill says first; each has the next number."""
         self._number += 1
         return {
             "number": self._number,

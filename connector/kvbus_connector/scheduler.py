@@ -23,11 +23,12 @@ from kvbus.trace import Marker, serve_clock
 from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
 from .address import serving_address
+from .block_rules import BlockRules
 from .door import Door
-from .incoming import BlockRules, Incoming
+from .incoming import Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
-from .timing import Registration
+from .timing import RegistrationTiming
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,7 @@ class SchedulerHalf:
         keys = Keys(secret, own.engine, own.incarnation)
         own = keys.introduce(own)
         self._config, self._own, self._pid = config, own, pid
-        self.node = Node(
-            bus,
-            Subjects(config.namespace),
-            name=f"kvbus-{own.engine[:8]}-scheduler",
-            membership=Membership(dead_after_s=config.dead_after_s),
-            heartbeat_interval_s=config.heartbeat_interval_s,
-            hears=sources_of(own.role),
-            keys=keys,
-            speaker=own.engine,
-        )
+        self.node = _make_node(config, own, bus, keys)
         self._payloads: dict[int, bytes] = {}
         self._address = config.http_address
         self._block_pool: Any = None
@@ -78,12 +70,12 @@ class SchedulerHalf:
             self._sink,
             self.node.counters,
             marking,
-            Registration(config.registration),
+            RegistrationTiming(config.registration),
             self._room,
             config.unclaimed_s,
         )
-        self._sink.watch_prefills(self._incoming.prefill_moved)
         self._outgoing = Outgoing(own, rules, self.node, marking)
+        self._sink.watch_prefills(self._incoming.prefill_moved)
         self._sink.serve_rebind(self._incoming.rebind)
         self.node.serve(self.node.subjects.drain(own.engine), DrainRequest, self._drain)
         serve_metadata(self.node, own, self._payloads)
@@ -225,3 +217,16 @@ class SchedulerHalf:
                 return
             if tries == ADDRESS_TRIES:
                 logger.warning("kvbus: no HTTP server of this engine answers GET /health yet; http_address names one")
+
+
+def _make_node(config: Config, own: Heartbeat, bus: Bus, keys: Keys) -> Node:
+    return Node(
+        bus,
+        Subjects(config.namespace),
+        name=f"kvbus-{own.engine[:8]}-scheduler",
+        membership=Membership(dead_after_s=config.dead_after_s),
+        heartbeat_interval_s=config.heartbeat_interval_s,
+        hears=sources_of(own.role),
+        keys=keys,
+        speaker=own.engine,
+    )

@@ -8,13 +8,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-# Without a word about a prefill for so long, word of it may have been lost: the decode engine registers all the same.
+from kvbus.bounded import BoundedDict
+from kvbus.wire import PrefillCompleted, PrefillFailed, PrefillProgress
+
+MAX_PREFILLS = 1 << 14
+# After so long without news of a prefill, news may have been lost: the decode engine registers all the same.
 SILENCE_S = 10.0
 # ``auto`` registers early while more than this share of the blocks would stay free.
 ROOM = 0.5
 
 
-class Registration(StrEnum):
+class RegistrationTiming(StrEnum):
     """``eager``: when vLLM schedules the request. ``jit``: when its last tokens are being computed. ``after_prefill``:
     when all are. ``auto``: eager while there is room, else jit."""
 
@@ -33,8 +37,25 @@ class Progress:
     done: bool = False
 
 
+class Prefills:
+    """What was last heard of each transfer's prefill. Bounded: the oldest are forgotten."""
+
+    def __init__(self) -> None:
+        self._heard: BoundedDict[str, tuple[str, Progress]] = BoundedDict(MAX_PREFILLS)
+
+    def hear(self, message: PrefillProgress | PrefillCompleted | PrefillFailed, now: float) -> None:
+        done = not isinstance(message, PrefillProgress)
+        nearly = isinstance(message, PrefillProgress) and message.computed >= message.total
+        self._heard[message.transfer_id] = (message.source_engine, Progress(now, done or nearly, done))
+
+    def of(self, transfer_id: str, engine: str) -> Progress | None:
+        """What ``engine``, or any if it is empty, said of it."""
+        source, progress = self._heard.get(transfer_id, ("", None))
+        return progress if engine in ("", source) else None
+
+
 def take_blocks_now(
-    when: Registration, progress: Progress | None, *, waits_since: float, now: float, room: float
+    timing: RegistrationTiming, progress: Progress | None, *, waits_since: float, now: float, room: float
 ) -> bool:
     """Whether to let vLLM allocate blocks for a request now.
 
@@ -43,10 +64,11 @@ def take_blocks_now(
         waits_since: when the request was first asked for.
         room: share of the KV blocks that would stay free.
     """
-    if when is Registration.AUTO:
-        when = Registration.EAGER if room > ROOM else Registration.JIT
-    if when is Registration.EAGER or now - max(waits_since, progress.at if progress else waits_since) > SILENCE_S:
+    if timing is RegistrationTiming.AUTO:
+        timing = RegistrationTiming.EAGER if room > ROOM else RegistrationTiming.JIT
+    last_news_at = max(waits_since, progress.at) if progress is not None else waits_since
+    if timing is RegistrationTiming.EAGER or now - last_news_at > SILENCE_S:
         return True
     if progress is None:
         return False
-    return progress.done or (progress.nearly_done and when is Registration.JIT)
+    return progress.done or (progress.nearly_done and timing is RegistrationTiming.JIT)

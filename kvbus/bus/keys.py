@@ -1,12 +1,12 @@
-"""Keys: whom an engine believes on the bus, where anybody may publish anything.
+"""Keys: how an engine knows who sent a message, on a bus where anybody may publish anything.
 
 Each incarnation of an engine has an X25519 key pair, derived from a secret that only its own processes share; its
 heartbeat says the public key. Any two engines, and an engine's own processes, so have a key in common that is never
 sent. A message between them ends in a *seal*: a keyed BLAKE2b over all that precedes it. NIXL metadata is encrypted.
 
-The one rule: the first public key heard of an incarnation is its key, and another one is not believed until the
-incarnation was silent for :data:`FORGET_S`: who was there first can lie for a while, but not for good, and not before
-every right to write that the true one may have had has ended (:mod:`kvbus.protocol.lease`).
+The one rule: the first public key heard of an incarnation is its key. Another one is not believed until the
+incarnation was silent for :data:`FORGET_S`. So a liar who was first can lie for a while, but not for good; and when the
+key changes, every right to write of the engine with the old key has ended (:mod:`kvbus.protocol.lease`).
 
 No I/O, and time is an argument; thread-safe. Sources: RFC 7748 (X25519), 7693 (BLAKE2), 8439 (ChaCha20-Poly1305).
 """

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvbus.cli.guard import clear_errors, say, until_told
+from kvbus.cli.guard import clear_errors, say, until_signalled
 from kvbus.cli.options import ModelDir, Port, model_folder, run_folder
 from kvbus.signals import run
 
@@ -42,7 +42,7 @@ def up(
             arguments=context.args,
             say=say,
         )
-        with cluster, until_told():
+        with cluster, until_signalled():
             say(f"ready: [bold]{cluster.url}/v1[/bold], model [bold]{cluster.served_name}[/bold]; Ctrl-C ends it")
             example = '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 20}'
             say(f"look: kvbus trace (the last request), kvbus top --nats-url {cluster.nats_url}")

@@ -1,4 +1,4 @@
-"""What every command does about errors and signals, and where it writes."""
+"""How every command handles errors and signals, and where it writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def clear_errors() -> Iterator[None]:
-    """One clear message instead of a traceback. What Ctrl-C or SIGTERM breaks off exits with 130 or 143."""
+    """Print one clear message instead of a traceback. Ctrl-C exits with 130, SIGTERM with 143."""
     SIGNALS.install()
     try:
         yield
@@ -44,7 +44,7 @@ def clear_errors() -> Iterator[None]:
 
 
 def _output_ended(error: OSError) -> int:
-    """The exit status when standard output takes nothing more; whoever closed a pipe has read what it wanted."""
+    """The exit status when standard output takes no more. A closed pipe is no error: its reader has what it wants."""
     # What is still buffered would fail once more, with a traceback, when the interpreter flushes it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if error.errno == errno.EPIPE:
@@ -54,8 +54,8 @@ def _output_ended(error: OSError) -> int:
 
 
 @contextlib.contextmanager
-def until_told() -> Iterator[None]:
-    """What is in here runs until Ctrl-C or SIGTERM: either is its end in good order, status 0."""
+def until_signalled() -> Iterator[None]:
+    """Run the body until Ctrl-C or SIGTERM; either ends it in good order, with status 0."""
     try:
         yield
     except KeyboardInterrupt:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def any_terminal(command: Callable[..., None]) -> Callable[..., None]:
-    """Bars and names of engines are written with question marks where the terminal has ASCII only."""
+    """Let a command write question marks for characters that the terminal cannot show."""
 
     @functools.wraps(command)
     def guarded(**options: Any) -> None:
@@ -67,7 +67,7 @@ def tap(
     prefix = subjects.everything.removesuffix(">")
     selection = lines.Selection(lines.parse_kinds(kind), transfer, everything)
 
-    def show(wall_s: float, subject: str, said: lines.Said) -> None:
+    def show(wall_s: float, subject: str, said: lines.Decoded) -> None:
         if json_output:
             typer.echo(lines.json_line(wall_s, subject, said))
         else:
@@ -102,19 +102,19 @@ def top(
 
     from kvbus.bus import NatsBus
     from kvbus.tools import watch
-    from kvbus.tools.tables import Picture
+    from kvbus.tools.tables import TopView
     from kvbus.wire import Subjects
 
     config = Config(nats_url=nats_url, namespace=namespace)
     where, console, once = _shown(config), Console(highlight=False), once or json_output
     bus, subjects = NatsBus(config.servers, "kvbus-top"), Subjects(config.namespace)
 
-    def draw_with(draw: Callable[[Picture], object]) -> None:
+    def draw_with(draw: Callable[[TopView], object]) -> None:
         def show(snapshot: Snapshot, connected: bool, nobody: str) -> None:
             if json_output:
                 typer.echo(json.dumps({"namespace": config.namespace, **asdict(snapshot)}))
             else:
-                draw(Picture(snapshot, config.namespace, where, connected, console.height if live else None, nobody))
+                draw(TopView(snapshot, config.namespace, where, connected, console.height if live else None, nobody))
 
         run(watch.top(bus, subjects, where=where, interval_s=interval, once=once, show=show))
 
@@ -188,5 +188,5 @@ def _shown(config: Config) -> str:
 
 
 def _plain(text: str) -> None:
-    """Say what may hold brackets that are no markup."""
+    """Say a text whose brackets are no markup."""
     say(escape(text))

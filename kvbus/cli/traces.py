@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvbus.cli.guard import clear_errors, say, until_told
+from kvbus.cli.guard import clear_errors, say, until_signalled
 from kvbus.cli.options import Namespace, NatsUrl
 from kvbus.signals import run
 
@@ -143,7 +143,7 @@ def collect(
     from kvbus.config import Config
     from kvbus.trace import run_collector
 
-    with clear_errors(), until_told():
+    with clear_errors(), until_signalled():
         run(run_collector(Config(nats_url=nats_url, namespace=namespace), trace_file, say))
 
 

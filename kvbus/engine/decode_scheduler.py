@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 def sources_of(role: Role) -> tuple[Role, ...]:
-    """The roles whose heartbeats a scheduler needs to hear: those of engines that may write into its own."""
+    """The roles whose heartbeats a scheduler needs: those of engines that may write into its own."""
     return tuple(each for each in Role if each.prefills and role.decodes)
 
 
@@ -158,15 +158,11 @@ class SinkScheduler:
 
     def unwanted(self, cancel: Cancel, hint: str) -> None:
         """Tell the prefill side that a transfer which was never registered is not wanted."""
-        subjects = self._node.subjects
-        me = self._own.engine
-        self._node.publish(subjects.cancels(hint, me) if hint else subjects.cancels_pool(me), cancel, to=hint)
+        self._publish(cancel, hint)
 
     def want(self, wanted: Wanted, hint: str) -> None:
         """Ask the prefill side to keep what cannot be registered yet."""
-        subjects = self._node.subjects
-        me = self._own.engine
-        self._node.publish(subjects.registrations(hint, me) if hint else subjects.pool(me), wanted, to=hint)
+        self._publish(wanted, hint)
 
     def poll(self) -> list[Abandon]:
         """Receives that were given up since the last call."""
@@ -226,7 +222,7 @@ class SinkScheduler:
         for effect in effects:
             match effect:
                 case Publish(engine, message):
-                    self._node.publish(self._subject_of(message, engine), message, to=engine)
+                    self._publish(message, engine)
                 case Echo(engine, echoes, epoch):
                     echo = LeaseEcho(self._own.engine, self._own.incarnation, echoes, epoch)
                     self._node.publish(self._node.subjects.echoes(engine, self._own.engine), echo, to=engine)
@@ -242,7 +238,11 @@ class SinkScheduler:
         self._news_at = time.monotonic()
         self._news.set()
 
-    def _subject_of(self, message: Registration | Cancel | Delivered, engine: str) -> str:
+    def _publish(self, message: Registration | Cancel | Delivered | Wanted, engine: str) -> None:
+        """To one prefill engine, or to all of them if ``engine`` is empty."""
+        self._node.publish(self._subject_of(message, engine), message, to=engine)
+
+    def _subject_of(self, message: Registration | Cancel | Delivered | Wanted, engine: str) -> str:
         subjects, me = self._node.subjects, self._own.engine
         if isinstance(message, Cancel):
             return subjects.cancels(engine, me) if engine else subjects.cancels_pool(me)
@@ -252,7 +252,7 @@ class SinkScheduler:
 def serve_metadata(node: Node, own: Heartbeat, payloads: dict[int, bytes]) -> None:
     """Answer requests for the NIXL agent metadata of this engine's ranks. ``payloads`` may be filled later.
 
-    Whoever has it can write into this engine's memory: it is for engines on the bus that fit, and encrypted for them.
+    With it an engine can write into this one's memory. So only engines on the bus that fit get it, encrypted for them.
     """
 
     def refuse(subject: str, why: str) -> MetadataReply | None:

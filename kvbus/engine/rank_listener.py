@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def sinks_of(role: Role) -> tuple[Role, ...]:
-    """The roles whose heartbeats a rank needs to hear: those of engines that it may write into."""
+    """The roles whose heartbeats a rank needs: those of engines that it may write into."""
     return tuple(each for each in Role if each.decodes and role.prefills)
 
 
@@ -77,12 +77,13 @@ class RankNode:
             node.listen(subjects.echoes(me), LeaseEcho, submit)
             words = (PrefillProgress, PrefillCompleted, PrefillFailed)
             node.listen(subjects.prefill(me), words, lambda word: submit(Overheard(word)))
-            # Nobody has to prove that he says these: they let nothing be written, and cost a transfer at most.
+            # These need no seal: a lie lets nothing be written, and costs a transfer at most.
             node.listen(subjects.pool(), (Registration, Wanted), self._submit_pooled, sealed=False)
             node.listen(subjects.cancels_pool(), Cancel, lambda cancel: submit(PooledCancel(cancel)), sealed=False)
             node.listen(subjects.releases(me), Release, lambda word: submit(Released(word)))
         if own.role is not Role.PREFILL:
-            # Whoever asks for this rank's metadata is about to make contact. These only say when to look.
+            # A prefill engine that asks for this rank's metadata is about to make contact. None of these needs a seal:
+            # they only say when to look.
             node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()), sealed=False)
             news = (TransferStarted, TransferDone, TransferFailed)
             node.listen(subjects.transfers(me), news, submit, sealed=False)
@@ -92,7 +93,7 @@ class RankNode:
         if isinstance(message, Registration):
             self._submit(PooledRegistration(message))
         else:
-            self._submit(replace(message, attempt=0))  # what anybody may have said is no word about attempts
+            self._submit(replace(message, attempt=0))  # unsealed, so what it says of the attempt does not count
 
     def publish(self, engine: str, message: Message) -> None:
         """Send what the rank says, to the decode engine ``engine`` or, if it is empty, to all. Any thread."""
@@ -101,7 +102,7 @@ class RankNode:
             self._node.publish(subjects.pulses(me), message)
             return
         if not is_token(engine):
-            self._node.counters.add("rejected: no engine's id")  # of somebody who may say anything, in the pool
+            self._node.counters.add("rejected: no engine's id")  # in the pool anybody may register
             return
         is_ack = isinstance(message, RegistrationAck | CancelAck | PrefillProgress | PrefillCompleted | PrefillFailed)
         subject = subjects.acks(engine, me) if is_ack else subjects.transfers(engine, me)
@@ -149,7 +150,7 @@ class RankNode:
                     payload = await self._ask(peer, rank)
                     current = self._node.membership.get(peer.engine)
                     if current is None or current.incarnation != peer.incarnation:
-                        return  # it left meanwhile; whoever comes next is met anew
+                        return  # it left meanwhile; its successor's heartbeat begins anew
                     if payload is None:
                         await asyncio.sleep(METADATA_RETRY_S)
                     else:
@@ -165,7 +166,7 @@ class RankNode:
         try:
             reply = await self._node.request(subject, asked, METADATA_TIMEOUT_S, to=peer.engine)
         except (BusUnavailableError, MessageError) as error:
-            logger.debug("kvbus: metadata of %s rank %d: %s", peer.engine, rank, error)
+            logger.debug("kvbus: no metadata of engine %s rank %d yet, asking again: %s", peer.engine, rank, error)
             return None
         if not isinstance(reply, MetadataReply) or reply.incarnation != peer.incarnation or reply.rank != rank:
             return None

@@ -103,7 +103,7 @@ class Writer:
                     wait_s = rank.poll()
             except Exception:
                 self._counters.add("writer_errors")
-                logger.exception("kvbus: the writer thread failed on an item")
+                logger.exception("kvbus: the writer thread failed on an item and drops it")
                 wait_s = AFTER_ERROR_S
         if self._rank is not None:
             self._rank.close()

@@ -91,9 +91,9 @@ def run_bench(
                 for load in loads:
                     before = _preemptions(decode)
                     prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
-                    shots = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
+                    finished = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
                     preempted = _preemptions(decode) - before
-                    results.append(Result(arm, load.name, number, figures(shots), preempted))
+                    results.append(Result(arm, load.name, number, figures(finished), preempted))
                     say(f"  {load.name}: {_line(results[-1].figures)}, {preempted} preemptions on decode")
     return results
 
@@ -187,6 +187,7 @@ def _boot(arm: str, model: Path, logs: Path, say: Say, decode_blocks: int | None
 async def _prefill(
     session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any], request_id: str
 ) -> dict[str, Any]:
+    """Send the prefill leg; returns the parameters for the decode leg of a pull."""
     params = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -204,15 +205,21 @@ async def _prefill(
         return returned
 
 
+async def _decode(
+    session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any], request_id: str, params: dict[str, Any]
+) -> AsyncIterator[list[int]]:
+    leg = {**body, "kv_transfer_params": params}
+    async with session.post(f"{engine.url}/v1/completions", json=leg, headers={"X-Request-Id": request_id}) as answer:
+        async for ids in read_events(answer):
+            yield ids
+
+
 def _pull_stream(prefill: Engine, decode: Engine, model: str, _: int) -> Stream:
     async def stream(session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int) -> AsyncIterator[list[int]]:
         body, request_id = completion_body(model, prompt, max_tokens), new_transfer_id()
         params = await _prefill(session, prefill, body, request_id)
-        leg = {**body, "kv_transfer_params": params}
-        headers = {"X-Request-Id": request_id}
-        async with session.post(f"{decode.url}/v1/completions", json=leg, headers=headers) as answer:
-            async for ids in read_events(answer):
-                yield ids
+        async for ids in _decode(session, decode, body, request_id, params):
+            yield ids
 
     return stream
 
@@ -229,13 +236,10 @@ def _push_stream(prefill: Engine, decode: Engine, model: str, side_port: int) ->
             "remote_port": side_port,
             "tp_size": 1,
         }
-        leg = {**body, "kv_transfer_params": params}
-        headers = {"X-Request-Id": request_id}
         prefilling = asyncio.create_task(_prefill(session, prefill, body, request_id))
         try:
-            async with session.post(f"{decode.url}/v1/completions", json=leg, headers=headers) as answer:
-                async for ids in read_events(answer):
-                    yield ids
+            async for ids in _decode(session, decode, body, request_id, params):
+                yield ids
         finally:
             prefilling.cancel()
             await asyncio.gather(prefilling, return_exceptions=True)

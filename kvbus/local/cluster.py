@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 BOOT_TIMEOUT_S = 600.0
 TRACES = "traces.jsonl"
 ROUTER = "router"
-GRACE_S = 8  # of the router: less than what children get, so that it breaks off in good order what does not end
+GRACE_S = 8  # of the router: less than children get to end, so that it can break off requests in good order
 CPU_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -273,8 +273,10 @@ class Cluster:
         )
 
     def is_ready(self, name: str) -> bool:
-        """Whether this engine's running process says on the bus that it is ready; of data parallel ranks: each that
-        has spoken. vLLM adds the rank to their engine ids."""
+        """Whether this engine's running process says on the bus that it is ready.
+
+        Of data parallel ranks, whose engine ids end with the rank, each that was heard must say so.
+        """
         own = f":{self.engines[name].port}"
         ranks = [each for each in list(self.observer.engines.values()) if each.address.endswith(own)]
         return bool(ranks) and all(each.state is State.READY for each in ranks)

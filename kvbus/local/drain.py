@@ -1,6 +1,6 @@
-"""``kvbus drain ENGINE``: an engine takes nothing new, and one waits until it has nothing left; or it is taken back.
+"""``kvbus drain ENGINE``: let an engine take nothing new and wait until it has no requests left, or undo that.
 
-The one rule: an engine that is the last of its kind for its model is drained only by who says that this is meant.
+The one rule: the last engine of its kind for its model is drained only if the caller forces it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvbus.protocol import Membership
 from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
 FIND_TIMEOUT_S = 5.0
-LOOK_ROUND_S = 0.6  # all engines answer who asks; if not, their next heartbeat comes
+LOOK_ROUND_S = 0.6  # long enough for every engine to answer, or to send its next heartbeat
 ASK_TIMEOUT_S = 2.0
 TAKE_BACK_S = 5.0
 SAY_INTERVAL_S = 2.0
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 class Outcome(Enum):
-    """What became of it, with the command's exit status."""
+    """How it ended, with the command's exit status."""
 
     DRAINED = "drained", 0
     LEFT = "left", 0
@@ -104,7 +104,7 @@ async def drain(
 
 
 async def take_back(bus: Bus, subjects: Subjects, engine: str, say: Say) -> tuple[Outcome, Report]:
-    """Undo it: ``engine`` takes requests again. Returns when it says so.
+    """Undo a drain: return when ``engine`` says that it takes requests again.
 
     Raises:
         DrainError: no such engine, no answer, or it goes on draining.

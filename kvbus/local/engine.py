@@ -75,9 +75,9 @@ def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
         plan.arguments,
         {} if model.exists() else {"HF_HUB_OFFLINE": "0"},
     )
-    told = _Told()
+    stops = _StopSignals()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+        signal.signal(number, stops)
     say(f"engine {plan.engine_id}: {plan.role.value}, model {plan.model}, NATS {plan.config.nats_url}")
     reason_file = new_file()
     child = subprocess.Popen(
@@ -86,8 +86,8 @@ def run_engine(plan: EnginePlan, say: Callable[[str], None]) -> int:
         process_group=0,
     )
     while child.poll() is None:
-        if told.times:
-            _drain(plan, told, say)
+        if stops.count:
+            _drain(plan, stops, say)
             _stop(child, say)
             return 0
         time.sleep(POLL_S)
@@ -108,18 +108,18 @@ def _model_of(text: str) -> tuple[Path, str]:
     return check_model_dir(folder), folder.name
 
 
-class _Told:
-    """How often a signal said to stop. A lock could be held by what the signal interrupts."""
+class _StopSignals:
+    """Counts the signals to stop. It takes no lock: the code that the signal interrupts could hold it."""
 
     def __init__(self) -> None:
-        self.times = 0
+        self.count = 0
 
     def __call__(self, *_: object) -> None:
-        self.times += 1
+        self.count += 1
 
 
-def _drain(plan: EnginePlan, told: _Told, say: Callable[[str], None]) -> None:
-    """Return when the engine is empty, cannot be asked, or had its time; at once when told a second time."""
+def _drain(plan: EnginePlan, stops: _StopSignals, say: Callable[[str], None]) -> None:
+    """Return when the engine is empty, does not answer, or is out of time; at once at a second signal."""
 
     async def until_empty() -> None:
         bus = NatsBus(plan.config.servers, "kvbus-drain")
@@ -127,7 +127,7 @@ def _drain(plan: EnginePlan, told: _Told, say: Callable[[str], None]) -> None:
             drain(bus, Subjects(plan.config.namespace), plan.engine_id, plan.drain_s, say, force=True)
         )
         while not draining.done():
-            if told.times > 1:
+            if stops.count > 1:
                 say("told twice: stopping at once")
                 draining.cancel()
             await asyncio.wait({draining}, timeout=POLL_S)

@@ -29,7 +29,7 @@ def make_prompt(tokens: int, seed: int) -> Prompt:
 
 
 @dataclass(slots=True)
-class Shot:
+class RequestResult:
     """One request as its client saw it. Times in seconds."""
 
     index: int
@@ -57,20 +57,20 @@ class Figures:
     tpot_p50: float
 
 
-def figures(shots: Sequence[Shot], expected: Sequence[Sequence[int]] | None = None) -> Figures:
-    good = [shot for shot in shots if not shot.error]
-    ttft = sorted(shot.ttft_s * 1e3 for shot in good) or [0.0]
+def figures(finished: Sequence[RequestResult], expected: Sequence[Sequence[int]] | None = None) -> Figures:
+    good = [result for result in finished if not result.error]
+    ttft = sorted(result.ttft_s * 1e3 for result in good) or [0.0]
     wrong = 0
     if expected is not None:
-        wrong = sum(shot.tokens != list(expected[shot.index]) for shot in good)
+        wrong = sum(result.tokens != list(expected[result.index]) for result in good)
     return Figures(
-        requests=len(shots),
-        failed=len(shots) - len(good),
+        requests=len(finished),
+        failed=len(finished) - len(good),
         wrong=wrong,
         ttft_p50=_quantile(ttft, 0.5),
         ttft_p90=_quantile(ttft, 0.9),
         ttft_max=ttft[-1],
-        tpot_p50=statistics.median([shot.tpot_s * 1e3 for shot in good] or [0.0]),
+        tpot_p50=statistics.median([result.tpot_s * 1e3 for result in good] or [0.0]),
     )
 
 
@@ -78,22 +78,22 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-async def shoot(
+async def send_request(
     session: aiohttp.ClientSession, stream: Stream, index: int, prompt: Prompt, max_tokens: int, timeout_s: float
-) -> Shot:
+) -> RequestResult:
     """Send one request and take its times."""
-    shot, started = Shot(index), time.perf_counter()
+    result, started = RequestResult(index), time.perf_counter()
     try:
         async with asyncio.timeout(timeout_s):
             async for new in stream(session, prompt, max_tokens):
-                shot.ttft_s = shot.ttft_s or time.perf_counter() - started
-                shot.tokens += new
-        if len(shot.tokens) != max_tokens:
-            shot.error = f"{len(shot.tokens)} of {max_tokens} tokens"
+                result.ttft_s = result.ttft_s or time.perf_counter() - started
+                result.tokens += new
+        if len(result.tokens) != max_tokens:
+            result.error = f"{len(result.tokens)} of {max_tokens} tokens"
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-        shot.error = f"{type(error).__name__}: {error}"[:300]
-    shot.total_s = time.perf_counter() - started
-    return shot
+        result.error = f"{type(error).__name__}: {error}"[:300]
+    result.total_s = time.perf_counter() - started
+    return result
 
 
 async def run_load(
@@ -105,7 +105,7 @@ async def run_load(
     seed: int = 0,
     timeout_s: float = 120.0,
     progress: Callable[[int, int, int], Awaitable[None]] | None = None,
-) -> list[Shot]:
+) -> list[RequestResult]:
     """Send every prompt once.
 
     Args:
@@ -113,15 +113,15 @@ async def run_load(
         progress: told (finished, failed, all) about once a second.
     """
     chance = random.Random(seed)
-    shots: list[Shot] = []
+    finished: list[RequestResult] = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def one(index: int) -> None:
-            shots.append(await shoot(session, stream, index, prompts[index], max_tokens, timeout_s))
+            finished.append(await send_request(session, stream, index, prompts[index], max_tokens, timeout_s))
 
         async def report() -> None:
             while progress is not None:
-                await progress(len(shots), sum(bool(shot.error) for shot in shots), len(prompts))
+                await progress(len(finished), sum(bool(result.error) for result in finished), len(prompts))
                 await asyncio.sleep(1)
 
         async with asyncio.TaskGroup() as watching:  # what the progress callback raises ends the run
@@ -134,7 +134,7 @@ async def run_load(
                         group.create_task(one(index))
                         await asyncio.sleep(chance.expovariate(rate))
             reporting.cancel()
-    return sorted(shots, key=lambda shot: shot.index)
+    return sorted(finished, key=lambda result: result.index)
 
 
 async def read_events(answer: aiohttp.ClientResponse) -> AsyncIterator[list[int]]:

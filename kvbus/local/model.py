@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from kvbus.errors import LocalClusterError
 
@@ -61,79 +59,19 @@ def _find_gguf() -> Path:
 
 def _convert_smollm2(folder: Path, say: Callable[[str], None]) -> None:
     import torch
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from safetensors.torch import save_file
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils.logging import disable_progress_bar
 
     source = _find_gguf()
     say(f"converting {source.name} to bf16")
-    reader = GGUFReader(source)
-    config = _llama_config(reader)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    tensors: dict[str, Any] = {}
-    for tensor in reader.tensors:
-        name = _hf_name(tensor.name)
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        if name.endswith("q_proj.weight"):
-            values = _unpermute(values, heads)
-        elif name.endswith("k_proj.weight"):
-            values = _unpermute(values, kv_heads)
-        tensors[name] = values.to(torch.bfloat16).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    disable_progress_bar()
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(source.parent, gguf_file=source.name)).to(torch.bfloat16)
+    tensors = load_gguf_checkpoint(source, return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(tensors, strict=False)  # its output layer is tied to its embeddings
+    model.save_pretrained(folder)
     say("reading its tokenizer")
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
-
-
-def _llama_config(reader: Any) -> dict[str, Any]:
-    def read(key: str) -> Any:
-        return reader.get_field(f"llama.{key}").contents()
-
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": read("embedding_length"),
-        "intermediate_size": read("feed_forward_length"),
-        "num_hidden_layers": read("block_count"),
-        "num_attention_heads": read("attention.head_count"),
-        "num_key_value_heads": read("attention.head_count_kv"),
-        "rms_norm_eps": read("attention.layer_norm_rms_epsilon"),
-        "rope_theta": read("rope.freq_base"),
-        "max_position_embeddings": read("context_length"),
-        "vocab_size": read("vocab_size"),
-        "bos_token_id": reader.get_field("tokenizer.ggml.bos_token_id").contents(),
-        "eos_token_id": reader.get_field("tokenizer.ggml.eos_token_id").contents(),
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-    }
-
-
-def _hf_name(name: str) -> str:
-    if name == "token_embd.weight":
-        return "model.embed_tokens.weight"
-    if name == "output_norm.weight":
-        return "model.norm.weight"
-    _, layer, part, kind = name.split(".")
-    parts = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    return f"model.layers.{layer}.{parts[part]}.{kind}"
-
-
-def _unpermute(weight: Any, heads: int) -> Any:
-    """GGUF interleaves the two halves of each head's rows for its rotary embedding; undo that."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def _make_tiny(folder: Path) -> None:

@@ -12,7 +12,7 @@ from kvbus.errors import LocalClusterError
 from kvbus.local.process import Child
 
 START_TIMEOUT_S = 10.0
-# Whoever connects sees when engines lose their connection: kvbus.bus.presence.
+# Lets clients see when engines lose their connection: kvbus.bus.presence.
 CONFIGURATION = """\
 system_account: SYS
 accounts {

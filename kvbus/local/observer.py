@@ -25,10 +25,10 @@ MAX_KEPT = 4096
 
 
 class Observer:
-    """See the module's docstring. What has a public name may be read from any thread.
+    """See the module's docstring. Public attributes may be read from any thread.
 
     ``prefilling``: how far the prefills are that have not ended.
-    ``hand_offs``: seconds from word of a prefill's completion to word of its WRITE being posted.
+    ``hand_offs``: seconds from the message of a prefill's completion to the message that its WRITE is posted.
     """
 
     def __init__(self, config: Config) -> None:

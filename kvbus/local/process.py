@@ -76,7 +76,7 @@ class Child:
             os.killpg(self._process.pid, number)
 
     def ask_to_end(self) -> None:
-        """One SIGTERM, to the child alone: it tells its own children; told twice it would not end in order."""
+        """Send one SIGTERM, to the child alone: it tells its own children. A second one would cut its end short."""
         if self.alive and not self._asked:
             self._asked = True
             self._process.terminate()
@@ -92,7 +92,7 @@ class Child:
 
 
 def stop_all(children: Sequence[Child], timeout_s: float = TERM_TIMEOUT_S) -> None:
-    """End all of them side by side. Whoever has not ended in time, or when we are told a second time, is killed."""
+    """End all of them side by side. Kill those that take too long, and all of them at a second signal to us."""
     for child in children:
         child.ask_to_end()
     deadline = time.monotonic() + timeout_s

@@ -64,14 +64,14 @@ async def reference_answers(
         wait_until(lambda: engine.healthy, [engine.child], "booting the reference engine", say)
         say(f"asking it {len(prompts)} prompts")
         stream = plain_stream(engine.url, model.name)
-        shots = await run_load(stream, prompts, rate=None, max_tokens=max_tokens)
+        finished = await run_load(stream, prompts, rate=None, max_tokens=max_tokens)
     finally:
         engine.child.stop()
-    if failed := [shot for shot in shots if shot.error]:
+    if failed := [result for result in finished if result.error]:
         raise LocalClusterError(f"kvbus: the reference engine failed: {failed[0].error}")
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(json.dumps([shot.tokens for shot in shots]))
-    return [shot.tokens for shot in shots]
+    kept.write_text(json.dumps([result.tokens for result in finished]))
+    return [result.tokens for result in finished]
 
 
 async def run_soak(model: Path, logs: Path, soak: Soak, say: Say) -> Outcome:
@@ -86,7 +86,7 @@ async def run_soak(model: Path, logs: Path, soak: Soak, say: Say) -> Outcome:
         watch = _Watch(cluster, count, say)
         stream = plain_stream(cluster.url, cluster.served_name)
         try:
-            shots = await run_load(
+            finished = await run_load(
                 stream,
                 prompts,
                 rate=soak.rate,
@@ -100,7 +100,7 @@ async def run_soak(model: Path, logs: Path, soak: Soak, say: Say) -> Outcome:
         await asyncio.sleep(10)
         idle = idle_cpu_percent(cluster)
         return Outcome(
-            figures=figures(shots, expected),
+            figures=figures(finished, expected),
             stalled=watch.stalled,
             rss_quarter_mib=round(watch.rss_quarter or watch.rss_end, 1),
             rss_end_mib=round(watch.rss_end, 1),

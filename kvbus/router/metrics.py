@@ -1,8 +1,8 @@
-"""The router's own Prometheus metrics. Labels are few and bounded: no request ids, no client's words."""
+"""The router's own Prometheus metrics. Labels are few and bounded: no request ids, nothing that a client wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from prometheus_client import (
@@ -27,12 +27,20 @@ STAGE_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
 BETWEEN_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 OUTCOMES = ("ok", "client_error", "server_error", "overloaded", "unavailable", "client_left", "broken")
 REFUSALS = ("limit", "descriptors", "slow", "malformed")
+GAUGES = {
+    "in_flight": "Requests at the engines.",
+    "queue_length": "Requests that wait in the router.",
+    "ready": "1 if requests can be answered.",
+    "lacking": "How many things are missing of those that /ready names: engines of a model, the bus.",
+    "bus_connected": "1 while the NATS server answers.",
+    "connections": "Clients' connections.",
+}
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Engines(Collector):
-    """Engines by role and state, read when asked for."""
+    """Engines by role and state, counted at each scrape."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -53,12 +61,12 @@ class Meters:
 
     def __init__(self, membership: Membership) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "kvbus_router_requests",
+        self._requests = self._counter(
+            "requests",
             "Requests to engines by what became of them in the end: ok, client_error, server_error, overloaded (no "
             "room in time), unavailable (no engine), client_left, broken (the engine was lost in mid-stream).",
-            ["outcome"],
-            registry=self.registry,
+            "outcome",
+            OUTCOMES,
         )
         self._http = Counter(
             "kvbus_router_http_requests",
@@ -67,96 +75,69 @@ class Meters:
             ["route", "method", "code", "model"],
             registry=self.registry,
         )
-        self._ttft = Histogram(
-            "kvbus_router_ttft_seconds",
-            "From a streaming request's arrival to the first token that the router passes on.",
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+        self._ttft = self._histogram(
+            "ttft", "From a streaming request's arrival to the first token that the router passes on.", TTFT_BUCKETS_S
         )
-        self._whole = Histogram(
-            "kvbus_router_answer_seconds",
-            "From the arrival of a request that is not streamed to its answer.",
-            buckets=TTFT_BUCKETS_S,
-            registry=self.registry,
+        self._whole = self._histogram(
+            "answer", "From the arrival of a request that is not streamed to its answer.", TTFT_BUCKETS_S
         )
-        self._between = Histogram(
-            "kvbus_router_inter_token_seconds",
+        self._between = self._histogram(
+            "inter_token",
             "Between pieces of a stream as they are passed on: a token each, unless an engine sent several at once.",
-            buckets=BETWEEN_BUCKETS_S,
-            registry=self.registry,
+            BETWEEN_BUCKETS_S,
         )
-        self._takeovers = Counter(
-            "kvbus_router_takeovers",
+        self._stages = self._histogram(
+            "stage", "Stages of traced requests' time to first token.", STAGE_BUCKETS_S, ["stage"]
+        )
+        self._takeovers = self._counter(
+            "takeovers",
             "Engines that were lost in a request before its first token, by their role.",
-            ["lost"],
-            registry=self.registry,
+            "lost",
+            ("prefill", "decode"),
         )
-        self._alone = Counter(
-            "kvbus_router_alone",
+        self._alone = self._counter(
+            "alone",
             "Requests whose prompt decode had to compute itself, by why: none_ready (no prefill engine is), name (none "
             "serves the model by that name, a LoRA adapter perhaps), none_fits.",
-            ["why"],
-            registry=self.registry,
+            "why",
+            ("none_ready", "name", "none_fits"),
         )
-        self._stages = Histogram(
-            "kvbus_router_stage_seconds",
-            "Stages of traced requests' time to first token.",
-            ["stage"],
-            buckets=STAGE_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._connections_refused = Counter(
-            "kvbus_router_connections_refused",
+        self._connections_refused = self._counter(
+            "connections_refused",
             "Clients' connections that were closed without an answer to what was asked: limit (--max-connections), "
             "descriptors (none were left), slow (headers did not arrive), malformed (what came is no HTTP).",
-            ["why"],
-            registry=self.registry,
+            "why",
+            REFUSALS,
         )
-        for why in REFUSALS:
-            self._connections_refused.labels(why)
-        # With 0 from the start: increase() of a counter that appears with 1 is 0, and an alert would miss the first.
-        for outcome in OUTCOMES:
-            self._requests.labels(outcome)
-        for lost in ("prefill", "decode"):
-            self._takeovers.labels(lost)
-        for why in ("none_ready", "name", "none_fits"):
-            self._alone.labels(why)
-        self._in_flight = Gauge("kvbus_router_in_flight", "Requests at the engines.", registry=self.registry)
-        self._queued = Gauge("kvbus_router_queue_length", "Requests that wait in the router.", registry=self.registry)
-        self._ready = Gauge("kvbus_router_ready", "1 if requests can be answered.", registry=self.registry)
-        self._lacking = Gauge(
-            "kvbus_router_lacking",
-            "How many things are missing of those that /ready names: engines of a model, the bus.",
-            registry=self.registry,
-        )
-        self._bus = Gauge("kvbus_router_bus_connected", "1 while the NATS server answers.", registry=self.registry)
+        self._gauges = {
+            name: Gauge(f"kvbus_router_{name}", documentation, registry=self.registry)
+            for name, documentation in GAUGES.items()
+        }
         build = Gauge("kvbus_router_build_info", "Always 1.", ["version"], registry=self.registry)
         build.labels(__version__).set(1)
         ProcessCollector(registry=self.registry)
         PlatformCollector(registry=self.registry)
-        self._connections = Gauge("kvbus_router_connections", "Clients' connections.", registry=self.registry)
         self.registry.register(_Engines(membership))
 
-    def watch(self, in_flight: Callable[[], float], queued: Callable[[], float]) -> None:
-        """Read these two whenever asked."""
-        self._in_flight.set_function(in_flight)
-        self._queued.set_function(queued)
+    def _counter(self, name: str, documentation: str, label: str, values: Iterable[str]) -> Counter:
+        """Each value begins with 0: increase() of a counter that appears with 1 is 0, and an alert would miss it."""
+        counter = Counter(f"kvbus_router_{name}", documentation, [label], registry=self.registry)
+        for value in values:
+            counter.labels(value)
+        return counter
 
-    def watch_readiness(self, ready: Callable[[], float], lacking: Callable[[], float]) -> None:
-        """Likewise."""
-        self._ready.set_function(ready)
-        self._lacking.set_function(lacking)
+    def _histogram(
+        self, name: str, documentation: str, buckets: Sequence[float], labels: Sequence[str] = ()
+    ) -> Histogram:
+        return Histogram(f"kvbus_router_{name}_seconds", documentation, labels, buckets=buckets, registry=self.registry)
 
-    def watch_bus(self, connected: Callable[[], float]) -> None:
-        """Likewise."""
-        self._bus.set_function(connected)
-
-    def watch_connections(self, connections: Callable[[], float]) -> None:
-        """Likewise."""
-        self._connections.set_function(connections)
+    def watch(self, **gauges: Callable[[], float]) -> None:
+        """Read these of :data:`GAUGES` from now on by calling the functions."""
+        for name, read in gauges.items():
+            self._gauges[name].set_function(read)
 
     def connection_refused(self, why: str) -> None:
-        """A client's connection is closed without an answer to what it asked; ``why`` is one of few words."""
+        """A client's connection is closed and its request not answered; ``why`` is one of :data:`REFUSALS`."""
         self._connections_refused.labels(why).inc()
 
     def http(self, route: str, method: str, code: int, model: str) -> None:
@@ -168,17 +149,17 @@ class Meters:
         self._ttft.observe(after_s)
 
     def went_on(self, after_s: float) -> None:
-        """The next piece of a stream, so long after the one before."""
+        """The next piece of a stream goes to the client, so long after the one before."""
         self._between.observe(after_s)
 
     def answered(self, status: int, after_s: float | None = None) -> None:
-        """An answer has gone to the client, whole after so long, or as a stream."""
+        """An answer has gone to the client: a whole one after ``after_s``, or a stream."""
         self._requests.labels(_outcome(status)).inc()
         if status < 400 and after_s is not None:
             self._whole.observe(after_s)
 
     def refused(self, answer: Answer) -> None:
-        """The router answers itself."""
+        """The router refuses the request with an answer of its own."""
         ours = {OVERLOADED: "overloaded", UNAVAILABLE: "unavailable"}
         self._requests.labels(ours.get(answer.kind) or _outcome(answer.status)).inc()
 
@@ -195,7 +176,7 @@ class Meters:
         self._alone.labels(why).inc()
 
     def path(self, path: Path) -> None:
-        """The way of a traced request. Any thread."""
+        """The critical path of a traced request. Any thread."""
         for stage in path.stages if path.outcome is not Outcome.FAILED else ():
             self._stages.labels(stage.name.value).observe(stage.duration_ns / 1e9)
 

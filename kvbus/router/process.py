@@ -1,11 +1,11 @@
 """The router as a process: from its start to its orderly end.
 
-Told to stop, it goes through these, each no longer than it must be; told again, it skips to the third:
+After a signal to stop it goes through three phases. A second signal skips to the third:
 
-1. *notice*: not ready, but it takes requests as before, each answered with ``Connection: close``, so that balancers
-   have time to see it. Ctrl-C skips it.
-2. *grace*: no new connection is made, those at rest are closed, and what runs may end.
-3. what is left is broken off: its client gets an error.
+1. *notice*: it is not ready, but takes requests as before, each answered with ``Connection: close``, so that balancers
+   have time to notice. Ctrl-C skips this.
+2. *grace*: it accepts no new connection, closes those at rest, and lets running requests end.
+3. It breaks off what is left; the clients get an error.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from kvbus.wire import Subjects
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.05
-LOOK_ROUND_S = 5.0
-BROKEN_OFF_S = 2.0  # to write the last words
+DISCOVERY_S = 5.0
+BREAK_OFF_S = 2.0  # to write the last errors
 EXIT_OK = 0
 
 
-class Told:
+class StopSignals:
     """The signals, as events of the loop."""
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Told:
         self.once, self.twice = asyncio.Event(), asyncio.Event()
 
     def hear(self, number: signal.Signals) -> None:
-        """Between any two instructions of the main thread."""
+        """Called by the signal handler, between any two instructions of the main thread."""
         self._loop.call_soon_threadsafe(self._hear, number)
 
     def _hear(self, number: signal.Signals) -> None:
@@ -56,7 +56,7 @@ class Told:
             self.twice.set()
 
     async def pause(self, for_s: float) -> None:
-        """Sleep, unless told a second time."""
+        """Sleep, until the second signal at most."""
         try:
             async with asyncio.timeout(for_s):
                 await self.twice.wait()
@@ -75,14 +75,14 @@ async def run_router(
     """Serve until told to stop; returns the exit status: 0, or 130 or 143 if requests were broken off.
 
     Args:
-        trace_file: keeps the last traces; further ones go where the ``OTEL_*`` variables say.
+        trace_file: keeps the last traces; they also go where the ``OTEL_*`` variables say.
         engine_key: see :class:`Router`.
 
     Raises:
         LocalClusterError: the port cannot be used.
         TraceError: the file cannot be used.
     """
-    told = Told()
+    told = StopSignals()
     with SIGNALS.told_to(told.hear):
         sinks = span_sinks(trace_file)
         node = Node(
@@ -98,10 +98,10 @@ async def run_router(
         await runner.setup()
         assert runner.server is not None
         listener = Listener(runner.server, room_for(settings.max_connections), router.meters.connection_refused)
-        router.meters.watch_connections(lambda: len(listener.connections))
+        router.meters.watch(connections=lambda: len(listener.connections))
         try:
             listener.bind(host, port)
-            await _look_round(router, told)
+            await _await_engines(router, told)
             if told.once.is_set():
                 return EXIT_OK
             listener.listen()
@@ -114,16 +114,16 @@ async def run_router(
         return SIGNALS.status if broken_off else EXIT_OK
 
 
-async def _look_round(router: Router, told: Told) -> None:
-    """Let the engines that are there say so before clients come: else a balancer's first requests would get 503."""
-    until = time.monotonic() + LOOK_ROUND_S
+async def _await_engines(router: Router, told: StopSignals) -> None:
+    """Wait for the heartbeats of the engines that there are: else a balancer's first requests would get 503."""
+    until = time.monotonic() + DISCOVERY_S
     while not router.readiness().ready and time.monotonic() < until and not told.once.is_set():
         await told.pause(POLL_S)
-    await told.pause(ANSWER_EVERY_S)  # whoever else answers the same question
+    await told.pause(ANSWER_EVERY_S)  # for other engines that answer the same question
 
 
-async def _end(router: Router, listener: Listener, settings: Settings, told: Told) -> int:
-    """Returns how many requests were broken off."""
+async def _end(router: Router, listener: Listener, settings: Settings, told: StopSignals) -> int:
+    """Stop serving; returns how many requests were broken off."""
     assert told.first is not None
     began, running = time.monotonic(), router.in_flight
     notice_s = min(settings.notice_s, settings.grace_s) if told.first is signal.SIGTERM else 0.0
@@ -154,11 +154,11 @@ async def _break_off(router: Router, listener: Listener, why: str) -> int:
     logger.log(
         logging.WARNING if broken_off else logging.INFO, "kvbus: %d requests are broken off: %s", broken_off, why
     )
-    until = time.monotonic() + BROKEN_OFF_S
+    until = time.monotonic() + BREAK_OFF_S
     while not listener.is_empty and time.monotonic() < until:
         for connection in list(listener.connections):
             if not connection.busy:
-                connection.force_close()  # with what is still to be sent
+                connection.force_close()  # after what is still to be sent
         await asyncio.sleep(POLL_S)
     for connection in list(listener.connections):
         connection.abort()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+
+_NOT_WAITS = ("work", "lead_s", "settle_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Durations of one run; those that do not say otherwise go to kvbus under the same name.
+    """Durations of one run, seconds. Those that are not explained go to kvbus under the same name.
 
     Attributes:
         wait: factor of all waiting: leases, heartbeats, patience, how long faults last.
@@ -17,44 +19,28 @@ class Timing:
         max_request_s: no request may take longer, whatever happens.
     """
 
-    wait: float
-    work: float
-    lead_s: float
-    settle_s: float
-    heartbeat_s: float
-    dead_after_s: float
-    block_lease_s: float
-    pool_hold_s: float
-    registration_hold_s: float
-    patience_s: float
-    cancel_timeout_s: float
-    write_lease_s: float
-    max_write_s: float
-    max_request_s: float
-    request_every_s: float
+    wait: float = 1.0
+    work: float = 1.0
+    lead_s: float = 3.0
+    settle_s: float = 200.0
+    heartbeat_s: float = 0.5
+    dead_after_s: float = 3.0
+    block_lease_s: float = 10.0
+    pool_hold_s: float = 3.0
+    registration_hold_s: float = 30.0
+    patience_s: float = 8.0
+    cancel_timeout_s: float = 1.0
+    write_lease_s: float = 1.5
+    max_write_s: float = 2.0
+    max_request_s: float = 60.0
+
+    def with_waits(self, factor: float) -> Timing:
+        """The same with every wait ``factor`` times as long."""
+        waits = [field.name for field in fields(self) if field.name not in _NOT_WAITS]
+        return replace(self, **{name: factor * getattr(self, name) for name in waits})
 
 
-def make_timing(*, wait: float, work: float, lead_s: float, settle_s: float) -> Timing:
-    return Timing(
-        wait=wait,
-        work=work,
-        lead_s=lead_s,
-        settle_s=settle_s,
-        heartbeat_s=0.5 * wait,
-        dead_after_s=3.0 * wait,
-        block_lease_s=10.0 * wait,
-        pool_hold_s=3.0 * wait,
-        registration_hold_s=30.0 * wait,
-        patience_s=8.0 * wait,
-        cancel_timeout_s=1.0 * wait,
-        write_lease_s=1.5 * wait,
-        max_write_s=2.0 * wait,
-        max_request_s=60.0 * wait,
-        request_every_s=0.3 * work,
-    )
-
-
-VIRTUAL = make_timing(wait=1.0, work=1.0, lead_s=3.0, settle_s=200.0)
+VIRTUAL = Timing()
 # Some waits cannot be configured: sending again, asking for metadata, noticing a dead server. They take a second or two
 # in real time, too, so waiting is not shortened as much as computing.
-REAL_TIME = make_timing(wait=0.4, work=0.2, lead_s=0.5, settle_s=60.0)
+REAL_TIME = replace(VIRTUAL.with_waits(0.4), work=0.2, lead_s=0.5, settle_s=60.0)

@@ -8,6 +8,8 @@ from kvbus.sim.cluster import Cluster
 from kvbus.sim.request import Request
 from kvbus.sim.world import World
 
+REQUEST_EVERY_S = 0.3
+
 
 class Workload:
     """Draws every request in advance.
@@ -21,7 +23,7 @@ class Workload:
     ) -> None:
         self._runtime, self._timing, self._cluster = world.runtime, world.timing, cluster
         self._count, self._rng, self._router_rng = count, rng, router_rng
-        self.duration_s = count * world.timing.request_every_s
+        self.duration_s = count * REQUEST_EVERY_S * world.timing.work
         self.requests: list[Request] = []
         self.ended = 0
 

@@ -20,13 +20,13 @@ NOISE = frozenset(cls.KIND for cls in (Heartbeat, Pulse, LeaseEcho))
 
 @dataclass(frozen=True, slots=True)
 class Undecodable:
-    """What stands where a message should: why it is none, and how long it is."""
+    """A payload that is no message: why, and how long it is."""
 
     reason: str
     size_bytes: int
 
 
-Said = Message | Undecodable
+Decoded = Message | Undecodable
 
 
 def _bare(kind: str) -> str:
@@ -36,13 +36,13 @@ def _bare(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What is shown: these kinds; without any, all but noise, or all; and of one transfer only if it is named."""
+    """Which messages are shown: of these kinds, or, without any, all but noise; of one transfer, if it is named."""
 
     kinds: frozenset[str] = frozenset()
     transfer_id: str = ""
     noise: bool = False
 
-    def wants(self, said: Said) -> bool:
+    def wants(self, said: Decoded) -> bool:
         if isinstance(said, Undecodable):
             return not self.kinds and not self.transfer_id
         if self.transfer_id and getattr(said, "transfer_id", None) != self.transfer_id:
@@ -64,7 +64,7 @@ def parse_kinds(text: str) -> frozenset[str]:
     return frozenset(wanted)
 
 
-def line(clock: str, subject: str, said: Said) -> str:
+def line(clock: str, subject: str, said: Decoded) -> str:
     """For people: long values are shortened, empty ones left out."""
     head = f"{clock} {printable(subject)}"
     if isinstance(said, Undecodable):
@@ -77,7 +77,7 @@ def line(clock: str, subject: str, said: Said) -> str:
     return "  ".join([head, said.KIND, " ".join(shown)]).rstrip()
 
 
-def json_line(wall_s: float, subject: str, said: Said) -> str:
+def json_line(wall_s: float, subject: str, said: Decoded) -> str:
     """For programs: every field whole; bytes as base64."""
     about = {"time": round(wall_s, 6), "subject": subject}
     if isinstance(said, Undecodable):

@@ -1,4 +1,4 @@
-"""An ear on the bus: whatever is said on some subjects, with the time when it was heard, in a bounded queue."""
+"""Subscribes to subjects and keeps their messages, with the time each came, in a bounded queue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvbus.bus import Bus
 from kvbus.errors import BusUnavailableError, MessageError
-from kvbus.tools.lines import Said, Undecodable
+from kvbus.tools.lines import Decoded, Undecodable
 from kvbus.wire import Subjects, Who, encode, heard
 
 CONNECT_TIMEOUT_S = 3.0
@@ -19,14 +19,14 @@ MAX_HEARD = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class BusMessage:
     """``at``: seconds, monotonic."""
 
     at: float
     subject: str
     payload: bytes
 
-    def read(self) -> Said:
+    def read(self) -> Decoded:
         try:
             return heard(self.subject, self.payload)
         except MessageError as error:
@@ -34,7 +34,7 @@ class Heard:
 
 
 def unreachable(bus: Bus, where: str) -> str:
-    """Why a tool without a connection gives up."""
+    """The error text of a tool that has no connection."""
     return (
         f"kvbus: the NATS server at {where}: {bus.trouble}"
         if bus.trouble
@@ -42,12 +42,12 @@ def unreachable(bus: Bus, where: str) -> str:
     )
 
 
-class Ear:
-    """What was heard and not yet taken; ``missed`` counts what came while :data:`MAX_HEARD` waited to be taken."""
+class Listener:
+    """Messages that were not taken yet. ``missed`` counts those that came while :data:`MAX_HEARD` were waiting."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._heard: deque[Heard] = deque()
+        self._heard: deque[BusMessage] = deque()
         self._news = asyncio.Event()
         self.missed = 0
 
@@ -55,8 +55,8 @@ class Ear:
     def connected(self) -> bool:
         return self._bus.connected
 
-    async def take(self, timeout_s: float | None) -> list[Heard]:
-        """What was heard since the last call; if that is nothing, wait for it, at most ``timeout_s``."""
+    async def take(self, timeout_s: float | None) -> list[BusMessage]:
+        """The messages since the last call. If there are none, wait for one, at most ``timeout_s``."""
         if not self._heard:
             self._news.clear()
             with contextlib.suppress(TimeoutError):
@@ -70,7 +70,7 @@ class Ear:
         if len(self._heard) >= MAX_HEARD:
             self.missed += 1
             return
-        self._heard.append(Heard(time.monotonic(), subject, payload))
+        self._heard.append(BusMessage(time.monotonic(), subject, payload))
         self._news.set()
 
 
@@ -83,7 +83,7 @@ async def listening(
     where: str,
     asks: str = "",
     timeout_s: float = CONNECT_TIMEOUT_S,
-) -> AsyncIterator[Ear]:
+) -> AsyncIterator[Listener]:
     """Listen to ``patterns`` until the context is left; it is entered once the bus is connected.
 
     Args:
@@ -93,21 +93,21 @@ async def listening(
     Raises:
         BusUnavailableError: no connection within ``timeout_s``.
     """
-    ear, there = Ear(bus), asyncio.Event()
+    listener, connected_once = Listener(bus), asyncio.Event()
 
     def on_bus(connected: bool) -> None:
         if connected:
-            there.set()
+            connected_once.set()
             if asks:
                 bus.publish(subjects.who(asks), encode(Who(asks)))
 
     for pattern in patterns:
-        await bus.subscribe(pattern, ear.hear)
+        await bus.subscribe(pattern, listener.hear)
     bus.watch(on_bus)
     async with bus:
         try:
             async with asyncio.timeout(timeout_s):
-                await there.wait()
+                await connected_once.wait()
         except TimeoutError:
             raise BusUnavailableError(unreachable(bus, where)) from None
-        yield ear
+        yield listener

@@ -1,7 +1,7 @@
-"""Which transfers have begun and not ended, as far as one who listens can tell. Pure, bounded.
+"""Which transfers have begun and not ended, as far as a listener can tell. Pure, bounded.
 
-The one rule: what a message proves is taken as it stands. Halves that were said before we listened are unknown, and
-what ends without a word (a block lease that runs out, a killed engine) stays pending.
+The one rule: each message is believed. Registrations and completions from before we listened are unknown, and a
+transfer that ends without a message (a block lease that runs out, a killed engine) stays pending.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvbus.wire import (
 )
 
 MAX_OPEN = 1 << 16
-MAX_OVER = 1 << 14
+MAX_ENDED = 1 << 14
 MAX_RANKS = 1024
 
 
@@ -44,7 +44,7 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PendingRow:
-    """One transfer. Engines are empty and numbers None as long as nobody has said them."""
+    """One transfer. Engines are empty and numbers None until a message names them."""
 
     transfer_id: str
     attempt: int | None
@@ -60,7 +60,7 @@ Source = tuple[str, int]
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenTransfer:
     since: float
     attempt: int = 0
     source: Source | None = None
@@ -71,8 +71,8 @@ class _Open:
     ranks: int = 0
     done: set[int] = field(default_factory=set)
 
-    def turn_to(self, attempt: int) -> None:
-        """A newer attempt takes the place of what was said of an older one."""
+    def start_attempt(self, attempt: int) -> None:
+        """Forget what is known of an older attempt."""
         self.attempt, self.registration, self.started, self.ranks = attempt, None, False, 0
         self.done.clear()
 
@@ -88,7 +88,7 @@ class _Open:
 
 
 @dataclass(frozen=True, slots=True)
-class _Over:
+class _EndedTransfer:
     """``completion``: its KV may still be there, for an attempt above ``attempt``."""
 
     attempt: int
@@ -101,8 +101,8 @@ class PendingTable:
 
     def __init__(self, max_open: int = MAX_OPEN) -> None:
         self._max_open = max_open
-        self._open: dict[str, _Open] = {}
-        self._over: BoundedDict[str, _Over] = BoundedDict(MAX_OVER)
+        self._open: dict[str, _OpenTransfer] = {}
+        self._ended: BoundedDict[str, _EndedTransfer] = BoundedDict(MAX_ENDED)
         self.unkept = 0
 
     def hear(self, message: Message, now: float) -> None:
@@ -133,7 +133,7 @@ class PendingTable:
                 pass
 
     def pending(self, now: float) -> tuple[PendingRow, ...]:
-        """Oldest first; ages count from the first word of a transfer that was heard."""
+        """Oldest first. Ages count from the first message about a transfer."""
         rows = [_row(key, held, stage, now) for key, held in self._open.items() if (stage := held.stage) is not None]
         return tuple(sorted(rows, key=lambda row: (-row.age_s, row.transfer_id)))
 
@@ -141,7 +141,7 @@ class PendingTable:
         held = self._find(message.transfer_id, message.attempt, None, now)
         if held is not None and message.attempt >= held.attempt:
             if message.attempt > held.attempt:
-                held.turn_to(message.attempt)
+                held.start_attempt(message.attempt)
             held.registration, held.sink = message, message.sink_engine
 
     def _complete(self, message: PrefillCompleted, now: float) -> None:
@@ -159,7 +159,7 @@ class PendingTable:
         if held is None or message.attempt < held.attempt:
             return
         if message.attempt > held.attempt:
-            held.turn_to(message.attempt)
+            held.start_attempt(message.attempt)
         held.started, held.ranks = True, message.ranks
         held.source = (message.source_engine, message.source_incarnation)
         if isinstance(message, TransferDone) and len(held.done) < MAX_RANKS:
@@ -178,13 +178,13 @@ class PendingTable:
         if cancel.release or held is None or held.completion is None:
             self._close(cancel.transfer_id, cancel.attempt)
         elif cancel.attempt >= held.attempt:
-            held.turn_to(cancel.attempt)  # the KV is kept for another attempt
+            held.start_attempt(cancel.attempt)  # the KV is kept for another attempt
 
-    def _find(self, key: str, attempt: int, source: Source | None, now: float) -> _Open | None:
-        """The transfer, made if it is new; None if this is late word of one that is over, or if there is no room."""
+    def _find(self, key: str, attempt: int, source: Source | None, now: float) -> _OpenTransfer | None:
+        """The transfer, added if it is new; None if it has ended and this message is late, or if there is no room."""
         if (held := self._open.get(key)) is not None:
             return held
-        over = self._over.get(key)
+        over = self._ended.get(key)
         if over is not None:
             is_elsewhere = None not in (source, over.source) and source != over.source
             if attempt <= over.attempt and not is_elsewhere:
@@ -192,9 +192,9 @@ class PendingTable:
         if len(self._open) >= self._max_open:
             self.unkept += 1
             return None
-        held = self._open[key] = _Open(now)
+        held = self._open[key] = _OpenTransfer(now)
         if over is not None:
-            del self._over[key]
+            del self._ended[key]
             held.completion, held.source = over.completion, over.source
             held.attempt = over.attempt
         return held
@@ -204,17 +204,17 @@ class PendingTable:
         held = self._open.get(key)
         if held is not None and attempt < held.attempt:
             return
-        over = self._over.get(key)
+        over = self._ended.get(key)
         if held is None and over is not None and attempt < over.attempt:
             return
         self._open.pop(key, None)
         if held is not None:
-            self._over[key] = _Over(attempt, held.source, held.completion if kept else None)
+            self._ended[key] = _EndedTransfer(attempt, held.source, held.completion if kept else None)
         else:
-            self._over[key] = _Over(attempt, over.source if over is not None else None)
+            self._ended[key] = _EndedTransfer(attempt, over.source if over is not None else None)
 
 
-def _row(key: str, held: _Open, stage: Stage, now: float) -> PendingRow:
+def _row(key: str, held: _OpenTransfer, stage: Stage, now: float) -> PendingRow:
     registration, completion = held.registration, held.completion
     both = [each for each in (registration, completion) if each is not None]
     tokens = completion.tokens if completion is not None else None

@@ -13,7 +13,7 @@ from kvbus.trace import Outcome, StageName
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one quantity, ms. ``share`` is its part of the sum of all TTFTs."""
+    """The distribution of one quantity, ms. ``share`` is its part of the sum of all TTFTs."""
 
     name: str
     count: int
@@ -27,7 +27,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Of the requests that had a first token; ``unusable`` counts traces without a root or stages."""
+    """Figures of the requests that had a first token; ``unusable`` counts traces without a root or stages."""
 
     traces: int
     unusable: int

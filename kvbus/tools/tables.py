@@ -1,4 +1,4 @@
-"""What `kvbus top` and `kvbus pending` draw, for whatever width the terminal has."""
+"""Draws `kvbus top` and `kvbus pending` for the width of the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STATE_STYLES = {"ready": "green", "starting": "cyan", "draining": "yellow"}
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class TopView:
     """All of `kvbus top`.
 
     ``max_lines``: engines that do not fit are only counted; None shows all. ``nobody``: why there may be none.
@@ -66,7 +66,7 @@ class Picture:
 
 
 def pending_table(rows: Iterable[PendingRow]) -> RenderableType:
-    """Transfer ids and engines fold instead of being shortened: they are what one searches for."""
+    """Transfer ids and engines are folded, not shortened: users search for them."""
     table = _table()
     table.add_column("age s", justify="right", no_wrap=True)
     table.add_column("waiting for", no_wrap=True)

@@ -1,6 +1,6 @@
 """What `kvbus top` knows: engines by their heartbeats, rates and waits by what prefill ranks say. Pure, bounded.
 
-The one rule: times are the listener's own, and a message that is said again counts once.
+The one rule: times are the listener's own, and a message that is repeated counts once.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Traffic:
                 pass
 
     def tick(self, now: float) -> None:
-        """Time has passed while we could hear."""
+        """Time has passed while we were connected."""
         self._leave(self._membership.tick(now), now)
         while self._samples and self._samples[0][0] < now - WINDOW_S:
             self._samples.popleft()
@@ -132,7 +132,7 @@ class Traffic:
             del self._gone[engine]
 
     def excuse_silence(self, now: float) -> None:
-        """Time has passed while we could not."""
+        """Time has passed while we were not."""
         self._membership.excuse_silence(now)
 
     def snapshot(self, now: float) -> Snapshot:

@@ -1,4 +1,4 @@
-"""Traces as people look at them: one root, its stages, and what else carries the same trace id. Pure."""
+"""A trace for display: one root, its stages, and the other spans with the same trace id. Pure."""
 
 from __future__ import annotations
 
@@ -33,11 +33,6 @@ class TraceView:
     @property
     def ttft_ms(self) -> float:
         return (self.first_token_ns - self.start_ns) / MS
-
-    @property
-    def stages_ms(self) -> float:
-        """The sum of the stages."""
-        return sum(stage.duration_ns for stage in self.stages) / MS
 
     @property
     def spans(self) -> tuple[SpanData, ...]:
@@ -101,7 +96,7 @@ def _view(trace_id: str, spans: Sequence[SpanData]) -> TraceView:
 
 
 def problems(view: TraceView) -> list[str]:
-    """What is wrong with a trace, a line for each: what tools must say instead of drawing something false."""
+    """What is wrong with a trace, a line for each problem; tools say it instead of drawing something false."""
     found = (
         [] if view.root is not None else ["its root span is missing: the request may be running, or was not exported"]
     )

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from kvbus.bus import QUIET_S, Bus, NobodyError, nobody_in
-from kvbus.tools.lines import Said, Selection, Undecodable
+from kvbus.tools.lines import Decoded, Selection, Undecodable
 from kvbus.tools.listen import listening
 from kvbus.tools.pending import PendingRow, PendingTable
 from kvbus.tools.traffic import Snapshot, Traffic
@@ -23,19 +23,19 @@ async def tap(
     *,
     where: str,
     limit: int | None,
-    show: Callable[[float, str, Said], None],
+    show: Callable[[float, str, Decoded], None],
     say: Callable[[str], None],
 ) -> None:
     """Call ``show(wall_s, subject, said)`` for each message that is selected, for ever or ``limit`` times.
 
     Where nobody speaks at all it says so, once, and goes on.
     """
-    async with listening(bus, subjects, [subjects.everything], where=where) as ear:
+    async with listening(bus, subjects, [subjects.everything], where=where) as listener:
         say(f"listening to namespace {subjects.namespace} at {where}; Ctrl-C ends it")
         wall_s, shown, missed = time.time() - time.monotonic(), 0, 0
         quiet_s: float | None = QUIET_S
         while True:
-            taken = await ear.take(quiet_s)
+            taken = await listener.take(quiet_s)
             if quiet_s is not None and not taken and (nobody := await nobody_in(bus, subjects.namespace, where)):
                 say(nobody)
             quiet_s = None
@@ -47,9 +47,9 @@ async def tap(
                 shown += 1
                 if shown == limit:
                     return
-            if ear.missed > missed:
-                say(f"{ear.missed - missed} messages came too fast to be shown")
-                missed = ear.missed
+            if listener.missed > missed:
+                say(f"{listener.missed - missed} messages came too fast to be shown")
+                missed = listener.missed
 
 
 async def top(
@@ -69,11 +69,11 @@ async def top(
         NobodyError: so it was after the once.
     """
     patterns = [subjects.heartbeats("*", "*"), subjects.bye("*"), subjects.transfers("*"), subjects.prefill("*")]
-    async with listening(bus, subjects, patterns, where=where, asks="kvbus-top") as ear:
+    async with listening(bus, subjects, patterns, where=where, asks="kvbus-top") as listener:
         traffic, nobody, quiet_until = Traffic(time.monotonic()), "", time.monotonic() + (0 if once else QUIET_S)
         due = time.monotonic() + interval_s
         while True:
-            for heard in await ear.take(max(0.0, due - time.monotonic())):
+            for heard in await listener.take(max(0.0, due - time.monotonic())):
                 said = heard.read()
                 if isinstance(said, Undecodable):
                     traffic.undecodable += 1
@@ -81,14 +81,14 @@ async def top(
                     traffic.hear(said, heard.at)
             if (now := time.monotonic()) < due:
                 continue
-            if not ear.connected:
+            if not listener.connected:
                 traffic.excuse_silence(now)
             snapshot = traffic.snapshot(now)
             if snapshot.engines:
                 nobody = ""
-            elif ear.connected and now > quiet_until:
+            elif listener.connected and now > quiet_until:
                 nobody, quiet_until = await nobody_in(bus, subjects.namespace, where), math.inf
-            show(snapshot, ear.connected, nobody)
+            show(snapshot, listener.connected, nobody)
             if once and nobody:
                 raise NobodyError(nobody)
             if once:
@@ -105,13 +105,13 @@ async def pending(
     """
     table = PendingTable()
     # One subscription to everything: only within one the order of what an engine says is kept.
-    async with listening(bus, subjects, [subjects.everything], where=where) as ear:
+    async with listening(bus, subjects, [subjects.everything], where=where) as listener:
         started, spoken = time.monotonic(), False
         while (passed := time.monotonic() - started) < listen_s:
             progress(passed)
-            for heard in await ear.take(min(PROGRESS_EVERY_S, listen_s - passed)):
+            for heard in await listener.take(min(PROGRESS_EVERY_S, listen_s - passed)):
                 spoken = True
                 if not isinstance(said := heard.read(), Undecodable):
                     table.hear(said, heard.at)
         nobody = "" if spoken else await nobody_in(bus, subjects.namespace, where)
-        return table.pending(time.monotonic()), table.unkept + ear.missed, nobody
+        return table.pending(time.monotonic()), table.unkept + listener.missed, nobody

@@ -1,4 +1,4 @@
-"""Where traces go, by a command line and the environment; and ``kvbus collect``, for routers other than kvbus's."""
+"""Chooses where traces go, from the command line and the environment; and ``kvbus collect``, for other routers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects the marks of traced requests, makes spans of them and hands these on. Lives in a node's event loop.
+"""Collects the marks of traced requests, makes spans of them and passes these on. Lives in a node's event loop.
 
 A router has one, and tells it when its requests begin and end. Where another router sends the requests, one by itself
 (``kvbus collect``) takes them from the marks alone, up to decode's first token.
@@ -23,7 +23,7 @@ from kvbus.errors import BusUnavailableError, MessageError
 from kvbus.metrics import OncePer
 from kvbus.trace.clocks import Clocks
 from kvbus.trace.marks import host_clock
-from kvbus.trace.otlp import Begun, Sampler, new_span_id, parse_traceparent
+from kvbus.trace.otlp import Sampler, TraceStart, new_span_id, parse_traceparent
 from kvbus.trace.path import OF_ENGINES, Mark, MarkName, Path
 from kvbus.trace.spans import Ids, SpanData, Value, spans_of
 from kvbus.trace.stages import path_of
@@ -51,12 +51,12 @@ class SpanSink(Protocol):
 class Trace:
     """One traced request. Marks are taken in the loop's thread."""
 
-    begun: Begun
+    start: TraceStart
     about: Mapping[str, Value]
     own: list[Mark] = field(default_factory=list)
     heard: list[Marks] = field(default_factory=list)
     marks: int = 0
-    ripe: bool = False
+    complete: bool = False
 
     def mark(self, name: MarkName, attempt: int = 0, engine: str = "", note: str = "", at_s: float = 0.0) -> None:
         """``at_s`` is a time of the monotonic clock; without it, now."""
@@ -68,14 +68,14 @@ class Collector:
     """See the module's docstring.
 
     Args:
-        watch: told of each path, in the collecting thread.
-        adopts: takes requests that nobody has told it of; not to be used beside a router that collects.
+        on_path: called with each path, in the collecting thread.
+        adopts: collect requests that nobody has begun here, too. Not for use beside a router that collects.
     """
 
     def __init__(
-        self, node: Node, sinks: Sequence[SpanSink], watch: Callable[[Path], None], *, adopts: bool = False
+        self, node: Node, sinks: Sequence[SpanSink], on_path: Callable[[Path], None], *, adopts: bool = False
     ) -> None:
-        self._node, self._sinks, self._watch, self._adopts = node, sinks, watch, adopts
+        self._node, self._sinks, self._on_path, self._adopts = node, sinks, on_path, adopts
         self._sampler = Sampler()
         self._traces: BoundedDict[str, Trace] = BoundedDict(MAX_TRACES)
         self._clocks = Clocks(host_clock())
@@ -88,11 +88,11 @@ class Collector:
 
     def begin(self, transfer_id: str, given: str | None, about: Mapping[str, Value]) -> tuple[str, Trace | None]:
         """Decide about a request that came with the trace context ``given``; returns the one for its legs."""
-        begun = self._sampler.begin(given)
-        if not begun.sampled:
-            return begun.traceparent, None
-        trace = self._traces[transfer_id] = Trace(begun, {**about, "kvbus.transfer_id": transfer_id})
-        return begun.traceparent, trace
+        start = self._sampler.begin(given)
+        if not start.sampled:
+            return start.traceparent, None
+        trace = self._traces[transfer_id] = Trace(start, {**about, "kvbus.transfer_id": transfer_id})
+        return start.traceparent, trace
 
     def end(self, transfer_id: str) -> None:
         """The request is over."""
@@ -100,12 +100,12 @@ class Collector:
             asyncio.get_running_loop().call_later(LINGER_S, self._collect, transfer_id)
 
     async def settle(self) -> None:
-        """Let the last marks of requests that have ended come, if there are such."""
+        """Wait for the last marks of requests that have ended, if there are any."""
         if self._traces:
             await asyncio.sleep(LINGER_S)
 
     def close(self) -> None:
-        """Hand on what is there. Blocks until it is, or until the sinks give up."""
+        """Pass on every trace that is left. Blocks until that is done, or until the sinks give up."""
         for transfer_id in list(self._traces):
             self._collect(transfer_id)
         for sink in self._sinks:
@@ -130,22 +130,24 @@ class Collector:
         if context is None or message.transfer_id in self._over:
             return None
         ids = Ids(f"{context.trace_id:032x}", new_span_id(), f"{context.span_id:016x}")
-        trace = self._traces[message.transfer_id] = Trace(Begun(ids, True), {"kvbus.transfer_id": message.transfer_id})
-        self._look_again(message.transfer_id, time.monotonic() + MAX_ADOPTED_S)
+        trace = self._traces[message.transfer_id] = Trace(
+            TraceStart(ids, True), {"kvbus.transfer_id": message.transfer_id}
+        )
+        self._check_adopted(message.transfer_id, time.monotonic() + MAX_ADOPTED_S)
         return trace
 
-    def _look_again(self, transfer_id: str, until: float) -> None:
+    def _check_adopted(self, transfer_id: str, until: float) -> None:
         """Collect an adopted trace a while after decode's first token; without one, in the end."""
         trace = self._traces.get(transfer_id)
         if trace is None:
             return
         answered = any(name == MarkName.TOKEN for message in trace.heard for _, name, _, _ in message.marks)
-        if trace.ripe or time.monotonic() > until:
+        if trace.complete or time.monotonic() > until:
             self._over[transfer_id] = None
             self._collect(transfer_id)
             return
-        trace.ripe = answered  # what others have still to say of it comes until the next look
-        asyncio.get_running_loop().call_later(2 * LINGER_S, self._look_again, transfer_id, until)
+        trace.complete = answered  # marks of others may still come until the next look
+        asyncio.get_running_loop().call_later(2 * LINGER_S, self._check_adopted, transfer_id, until)
 
     async def _ask_clock(self, engine: str, host: str) -> None:
         try:
@@ -185,9 +187,9 @@ class Collector:
             path = path_of([*trace.own, *(mark for message in trace.heard for mark in self._marks_of(message))])
             if path is None:
                 return
-            self._watch(path)
+            self._on_path(path)
             anchor_ns = time.time_ns() - time.monotonic_ns()
-            spans = spans_of(path, trace.begun.ids, anchor_ns, new_span_id, trace.about)
+            spans = spans_of(path, trace.start.ids, anchor_ns, new_span_id, trace.about)
             for sink in self._sinks:
                 self._write(sink, spans)
         except Exception:
@@ -197,7 +199,7 @@ class Collector:
             self._room.release()
 
     def _write(self, sink: SpanSink, spans: Sequence[SpanData]) -> None:
-        """One that fails, such as a full disk, takes nothing from the others."""
+        """A sink that fails, such as a full disk, must not keep spans from the others."""
         try:
             sink.write(spans)
         except Exception as error:

@@ -47,7 +47,7 @@ class Marking(Protocol):
 
 
 class NoMarks:
-    """For a world without a clock of its own."""
+    """Drops every mark: virtual time cannot be traced."""
 
     def mark(self, what: Traced | None, name: MarkName, attempt: int = 0, note: str = "", at_s: float = 0.0) -> None:
         pass

@@ -1,6 +1,6 @@
-"""Who is sampled, and the way to an OTLP endpoint. The only OpenTelemetry import.
+"""Decides which requests are sampled, and exports spans to an OTLP endpoint. The only OpenTelemetry import.
 
-The standard ``OTEL_*`` variables say where spans go and who is sampled; a client's own decision holds.
+The standard ``OTEL_*`` variables configure both. A decision that comes with the request is kept.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def new_span_id() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class TraceStart:
     """A request's trace: ``traceparent`` is for its legs."""
 
     ids: Ids
@@ -77,14 +77,14 @@ class Sampler:
     def __init__(self) -> None:
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler
 
-    def begin(self, given: str | None) -> Begun:
+    def begin(self, given: str | None) -> TraceStart:
         """Decide about a request that brought the trace context ``given``."""
         parent = parse_traceparent(given) if given else None
         trace_id = parent.trace_id if parent is not None else secrets.randbits(128) or 1
         context = set_span_in_context(NonRecordingSpan(parent)) if parent is not None else None
         sampled = self._sampler.should_sample(context, trace_id, "request").decision is Decision.RECORD_AND_SAMPLE
         parent_id = f"{parent.span_id:016x}" if parent is not None else ""
-        return Begun(Ids(f"{trace_id:032x}", new_span_id(), parent_id), sampled)
+        return TraceStart(Ids(f"{trace_id:032x}", new_span_id(), parent_id), sampled)
 
 
 class OtlpExport:
@@ -100,7 +100,7 @@ class OtlpExport:
             self._processor.on_end(self._readable(span))
 
     def close(self) -> None:
-        """Send what is left; bounded in time, also if nobody takes it."""
+        """Send what is left; bounded in time, even if the endpoint takes nothing."""
         closing = threading.Thread(target=self._processor.shutdown, name="kvbus-export", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
@@ -135,7 +135,7 @@ def _context(trace_id: str, span_id: str) -> SpanContext:
 
 
 class _Seldom(logging.Filter):
-    """An endpoint that is away is worth a line a minute, not several a second."""
+    """Logs an endpoint that is away once a minute, not several times a second."""
 
     def __init__(self) -> None:
         super().__init__()

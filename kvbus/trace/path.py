@@ -1,6 +1,6 @@
 """Where a request's time to first token went: marks, and the path that :mod:`kvbus.trace.stages` makes of them. Pure.
 
-Every process that has a hand in a request marks what happens when; the path is cut at those marks, so its stages
+Every process that serves a request marks what happens when; the path is cut at those marks, so its stages
 neither overlap nor leave a gap, and add up to the time from the request's arrival to its first token.
 
 The one rule: a stage ends where its mark says, and the next one begins there. What was lost on the way, an engine or a

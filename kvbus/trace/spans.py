@@ -62,17 +62,17 @@ def spans_of(
         new_id: makes a span id.
         about: further attributes of the root.
     """
-    return list(_Drawing(path, ids, anchor_ns, new_id).draw(about))
+    return list(_SpanBuilder(path, ids, anchor_ns, new_id).build(about))
 
 
 @dataclass(slots=True)
-class _Drawing:
+class _SpanBuilder:
     path: Path
     ids: Ids
     anchor_ns: int
     new_id: Callable[[], str]
 
-    def draw(self, about: Mapping[str, Value]) -> Iterator[SpanData]:
+    def build(self, about: Mapping[str, Value]) -> Iterator[SpanData]:
         path = self.path
         yield SpanData(
             ROOT,
@@ -88,7 +88,7 @@ class _Drawing:
         sent = [(REGISTRATION, path.registering), (COMPLETION, path.completing)]
         owners = self._owners()
         messages = [(name, mark, self.new_id()) for name, mark in sent if mark is not None]
-        drawn: set[str] = set()
+        built: set[str] = set()
         for stage in path.stages:
             stage_id = self.new_id()
             is_match = stage.name is StageName.MATCH_WAIT
@@ -97,8 +97,8 @@ class _Drawing:
             mark = replace(stage.mark, role=role, engine=engine)
             yield self._span(stage.name, stage.start_ns, stage.end_ns, mark, stage_id, _about(stage, path), links)
             for name, mark, span_id in messages:
-                if span_id not in drawn and mark.at_ns <= stage.end_ns:
-                    drawn.add(span_id)
+                if span_id not in built and mark.at_ns <= stage.end_ns:
+                    built.add(span_id)
                     end = min(max(mark.at_ns + GAP_NS, stage.start_ns + GAP_NS), stage.end_ns)
                     yield self._span(name, end - GAP_NS, end, mark, span_id, {}, (), PRODUCER, stage_id)
             if len(stage.ranks) > 1:
@@ -112,7 +112,7 @@ class _Drawing:
             yield self._span(STREAM, path.first_token_ns + GAP_NS, path.end_ns, last, self.new_id(), {}, ())
 
     def _owners(self) -> dict[StageName, tuple[str, str]]:
-        """Role and engine whose time a stage is, where it is not theirs whose mark ended it."""
+        """Role and engine that a stage's time belongs to, where another one's mark ends the stage."""
         router, decode = ("router", ""), ("decode", self.path.decode_engine)
         ours = {StageName.ROUTE: router, StageName.LOST: router}
         return ours | dict.fromkeys((StageName.FIRST_TOKEN, StageName.DECODE_COMPUTE, StageName.DECODE_QUEUE), decode)
@@ -150,7 +150,7 @@ class _Drawing:
 
 
 def _service(name: str, mark: Mark) -> str:
-    """An engine that does both does here one of them."""
+    """The service of a span. An engine of role both acts as one of the two here."""
     if mark.role != Role.BOTH:
         return f"kvbus-{mark.role}"
     of_decode = (StageName.WRITE_TRANSFER, StageName.DECODE_RESUME, REGISTRATION)
@@ -158,7 +158,7 @@ def _service(name: str, mark: Mark) -> str:
 
 
 def _error(path: Path) -> str:
-    """Of the root: what is no client's own doing (OpenTelemetry's conventions for HTTP server spans)."""
+    """The root's error: not what the client caused (OpenTelemetry's conventions for HTTP server spans)."""
     if path.status.isdigit():
         return f"status {path.status}" if int(path.status) >= 500 else ""
     return path.status or (path.reason if path.outcome is Outcome.FAILED else "")

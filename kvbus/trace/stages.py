@@ -1,4 +1,4 @@
-"""Cuts a request's way at everybody's marks: marks in, a path of stages out. Pure. See :mod:`kvbus.trace.path`."""
+"""Cuts a request's path at the marks of every process: marks in, stages out. Pure. See :mod:`kvbus.trace.path`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BOUNDARIES = (
 
 def path_of(marks: Iterable[Mark]) -> Path | None:
     """The path that these marks of one request make; None if they do not tell when it began and ended."""
-    return _Story(sorted(marks, key=lambda mark: mark.at_ns)).path()
+    return _PathBuilder(sorted(marks, key=lambda mark: mark.at_ns)).path()
 
 
 _OF_PREFILL = frozenset({MarkName.PREFILL_ARRIVED, MarkName.PREFILL_SCHEDULED, MarkName.PREFILL_DONE})
@@ -35,7 +35,7 @@ _BY_PREFILL = _OF_PREFILL | {
 
 
 @dataclass(slots=True)
-class _Story:
+class _PathBuilder:
     marks: Sequence[Mark]
     stages: list[Stage] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -50,20 +50,20 @@ class _Story:
             return None
         outcome, reason = (Outcome.FAILED, _why(end)) if token is None else self._outcome()
         last = token or end
-        losses = self._losses(last.at_ns)
+        losses = self._find_losses(last.at_ns)
         cursor = start.at_ns
         for loss in losses:
-            cursor = self._pass(cursor, loss.at_ns, clamp=not self.stages)
+            cursor = self._add_stages(cursor, loss.at_ns, clamp=not self.stages)
             cursor = self._add(StageName.LOST, cursor, loss)
         if outcome in (Outcome.PUSHED, Outcome.UNKNOWN):
-            self._choose()
-            cursor = self._pass(cursor, last.at_ns, clamp=not losses, complain=True)
+            self._choose_source()
+            cursor = self._add_stages(cursor, last.at_ns, clamp=not losses, complain=True)
             self._add(StageName.FIRST_TOKEN, cursor, last)
         else:
-            self._pass_locally(cursor, last, outcome)
+            self._add_local_stages(cursor, last, outcome)
         return self._finish(start, last, end, outcome, reason, losses)
 
-    def _pass_locally(self, cursor: int, last: Mark, outcome: Outcome) -> None:
+    def _add_local_stages(self, cursor: int, last: Mark, outcome: Outcome) -> None:
         """Add the stages of a request for which no KV came."""
         ends_route = self._first(MarkName.DECODE_ARRIVED) or self._first(MarkName.SENT)
         if not self.stages and ends_route is not None and ends_route.at_ns < last.at_ns:
@@ -74,8 +74,8 @@ class _Story:
             cursor = self._add(waited, cursor, given_up)
         self._add(StageName.LOST if outcome is Outcome.FAILED else StageName.DECODE_COMPUTE, cursor, last)
 
-    def _choose(self) -> None:
-        """Whose KV it was: another engine, lost and alive again, may have gone on marking."""
+    def _choose_source(self) -> None:
+        """Find whose KV came. Another engine that was lost, and is alive again, may have gone on marking."""
         received = self._last(MarkName.RECEIVED)
         posted = [mark for mark in self._all(MarkName.POSTING) if received is None or mark.attempt == received.attempt]
         if posted:
@@ -84,13 +84,13 @@ class _Story:
             self.attempt = received.attempt
 
     def _finish(self, start: Mark, token: Mark, end: Mark, outcome: Outcome, reason: str, losses: list[Mark]) -> Path:
-        matched = [mark for mark in self._all(MarkName.POSTING) if self._counts(mark)] if self.attempt else []
+        matched = [mark for mark in self._all(MarkName.POSTING) if self._belongs(mark)] if self.attempt else []
         registered, completed = self._halves(matched[-1].rank) if matched else (None, None)
         late_side, late_by_ns = "", 0
         if registered is not None and completed is not None:
             late_side = "decode" if registered.at_ns >= completed.at_ns else "prefill"
             late_by_ns = abs(registered.at_ns - completed.at_ns)
-        done = next((mark for mark in reversed(self._all(MarkName.PREFILL_DONE)) if self._counts(mark)), None)
+        done = next((mark for mark in reversed(self._all(MarkName.PREFILL_DONE)) if self._belongs(mark)), None)
         sink = self._last(MarkName.SENT) or self._last(MarkName.DECODE_ARRIVED)
         sent, deferred = self._first(MarkName.SENT), self._first(MarkName.DEFERRED)
         registering = [mark for mark in self._all(MarkName.REGISTERING) if mark.attempt == self.attempt]
@@ -111,7 +111,7 @@ class _Story:
             prefill_engine=self.source or (done.engine if done is not None else ""),
             decode_engine=sink.engine if sink is not None else "",
             prompt_tokens=_number(done.note) if done is not None else 0,
-            nbytes=sum(_number(mark.note) for mark in self._all(MarkName.WRITTEN) if self._counts(mark)),
+            nbytes=sum(_number(mark.note) for mark in self._all(MarkName.WRITTEN) if self._belongs(mark)),
             status=end.note if end.name == MarkName.ENDED else "",
             missing=tuple(self.missing),
         )
@@ -136,7 +136,7 @@ class _Story:
             return Outcome.ALONE, ""
         return Outcome.PUSHED if self._last(MarkName.LANDED) else Outcome.UNKNOWN, ""
 
-    def _losses(self, before_ns: int) -> list[Mark]:
+    def _find_losses(self, before_ns: int) -> list[Mark]:
         """Engines that the router lost, and receives that decode gave up for another reason."""
         engines = [mark for mark in self._all(MarkName.ENGINE_LOST) if mark.at_ns < before_ns]
         receives = [
@@ -146,7 +146,7 @@ class _Story:
         ]
         return sorted([*engines, *receives], key=lambda mark: mark.at_ns)
 
-    def _pass(self, cursor: int, until_ns: int, *, clamp: bool, complain: bool = False) -> int:
+    def _add_stages(self, cursor: int, until_ns: int, *, clamp: bool, complain: bool = False) -> int:
         """Add the stages whose marks lie between the two.
 
         Args:
@@ -165,16 +165,16 @@ class _Story:
     def _boundary(self, name: MarkName | None) -> list[Mark]:
         """The marks of every rank that end a stage; None: of the match."""
         if name is not None:
-            return [mark for mark in self._all(name) if self._counts(mark)]
+            return [mark for mark in self._all(name) if self._belongs(mark)]
         pairs = [self._halves(rank) for rank in sorted({mark.rank for mark in self._all(MarkName.POSTING)})]
         return [max(one, two, key=lambda mark: mark.at_ns) for one, two in pairs if one is not None and two is not None]
 
     def _halves(self, rank: int) -> tuple[Mark | None, Mark | None]:
         """When this rank knew the registration, and the completion."""
-        found = {mark.name: mark for mark in self.marks if mark.rank == rank and self._counts(mark)}
+        found = {mark.name: mark for mark in self.marks if mark.rank == rank and self._belongs(mark)}
         return found.get(MarkName.REGISTERED), found.get(MarkName.COMPLETED)
 
-    def _counts(self, mark: Mark) -> bool:
+    def _belongs(self, mark: Mark) -> bool:
         """Whether it is of the prefill engine and the attempt whose KV came, if that is known."""
         if self.source and mark.name in _BY_PREFILL and mark.engine != self.source:
             return False

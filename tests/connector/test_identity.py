@@ -14,7 +14,8 @@ from kvbus_connector.identity import (
 )
 
 from kvbus.errors import ConfigError
-from kvbus.router.request.legs import transfers_of
+from kvbus.router.request import CHAT
+from kvbus.router.request.leg_bodies import transfers_of
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,7 @@ def test_both_engines_call_a_request_the_same(request_id: str, given: str | None
 )
 def test_the_router_calls_them_the_same_too(body: dict[str, Any], request_ids: list[str]) -> None:
     names = [name_transfer(request_id, {"transfer_id": "t"}).transfer_id for request_id in request_ids]
-    assert transfers_of(body, "t") == names
+    assert transfers_of(body, "t", CHAT) == names
 
 
 def test_ids_that_share_a_base_are_told_apart_when_an_id_is_given() -> None:

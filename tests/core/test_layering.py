@@ -59,9 +59,9 @@ SITES = {
     "msgpack": {"kvbus.wire.codec", "kvbus.sim.forge"},
     "cryptography": {"kvbus.bus.keys"},
     "prometheus_client": {"kvbus.router.metrics", "kvbus_connector.prometheus"},
-    "vllm": {f"kvbus_connector.{name}" for name in ("connector", "nixl_plane", "plugin", "prometheus")},
+    "vllm": {f"kvbus_connector.{name}" for name in ("connector", "nixl_plane", "plugin", "prometheus", "vllm_nixl")},
     "nixl": set(),
-    "torch": {"kvbus.local.model", "kvbus_connector.nixl_plane"},
+    "torch": {"kvbus.local.model", "kvbus_connector.vllm_nixl"},
 }
 
 
@@ -156,7 +156,7 @@ def test_one_import_site_per_library(library: str) -> None:
 
 
 def test_nothing_needs_vllm_nixl_or_torch_but_what_adapts_them() -> None:
-    adapters = {f"kvbus_connector.{name}" for name in ("connector", "nixl_plane", "prometheus")}
+    adapters = {f"kvbus_connector.{name}" for name in ("connector", "nixl_plane", "prometheus", "vllm_nixl")}
     names = sorted(name for name in MODULES if name not in adapters and not name.endswith("__main__"))
     program = (
         "import sys, importlib\n"

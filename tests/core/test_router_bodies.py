@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.router.fleet import affinity_of, prompt_tokens
-from kvbus.router.http import Answer, BadRequestError, Raw, bodies, parse
-from kvbus.router.http.bodies import SHORT_BYTES, members, pieces
-from kvbus.router.request import RESPONSES
-from kvbus.router.request.legs import decode_leg, prefill_leg, transfers_of
+from kvbus.router.http import Answer, Raw, RefusedError, lazy_json, parse
+from kvbus.router.http.lazy_json import SHORT_BYTES, members, pieces
+from kvbus.router.request import CHAT, RESPONSES
+from kvbus.router.request.leg_bodies import decode_leg, prefill_leg, transfers_of
 
 LONG = list(range(100_000, 100_000 + SHORT_BYTES // 6))
 VALUES = st.recursive(
@@ -28,9 +28,9 @@ VALUES = st.recursive(
 async def test_nothing_is_lost_or_changed(body: dict[str, Any], indent: int | None, ascii_only: bool) -> None:
     content = json.dumps(body, indent=indent, ensure_ascii=ascii_only).encode(errors="surrogatepass")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "SHORT_BYTES", 8)
-        patch.setattr(bodies, "SLICE_BYTES", 16)
-        patch.setattr(bodies, "MARKS", 4)
+        patch.setattr(lazy_json, "SHORT_BYTES", 8)
+        patch.setattr(lazy_json, "SLICE_BYTES", 16)
+        patch.setattr(lazy_json, "MARKS", 4)
         found = await members(content)
     assert json.loads(b"".join(pieces(found))) == body
 
@@ -51,10 +51,10 @@ async def test_a_long_value_stays_as_it_came(value: Any) -> None:
     body = await parse(b'{"model": "m", "n": 2, "prompt": ' + written + b"}")
     assert isinstance(body["prompt"], Raw)
     assert (body["model"], body["n"]) == ("m", 2)
-    leg = b"".join(pieces(prefill_leg(body, "t", "p")))
+    leg = b"".join(pieces(prefill_leg(body, "t", "p", CHAT)))
     assert written in leg
     assert json.loads(leg)["prompt"] == value
-    names = transfers_of(body, "t")
+    names = transfers_of(body, "t", CHAT)
     several = isinstance(value, list) and not isinstance(value[0], int)
     assert len(names) == 2 * (len(value) if several else 1)
 
@@ -82,7 +82,7 @@ async def test_tokens_are_counted_and_heads_told_apart() -> None:
     ],
 )
 async def test_what_is_no_object_is_said_to_be_none(content: bytes) -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(RefusedError) as refused:
         await parse(content)
     answer: Answer = refused.value.answer
     assert answer.status == 400
@@ -102,13 +102,13 @@ async def test_a_client_cannot_name_transfers(given: Any, kept: Any) -> None:
     """R10."""
     body = await parse(json.dumps({"prompt": "x", "kv_transfer_params": given}).encode())
     assert body.get("kv_transfer_params") == kept
-    leg = decode_leg(body, "t", "p", "P")["kv_transfer_params"]
+    leg = decode_leg(body, "t", "p", "P", 1, 0.0)["kv_transfer_params"]
     assert (leg["transfer_id"], leg["do_remote_decode"]) == ("t", False)
     assert leg.get("registration") == (kept or {}).get("registration")
-    assert "registration" not in prefill_leg(body, "t", "p")["kv_transfer_params"]
+    assert "registration" not in prefill_leg(body, "t", "p", CHAT)["kv_transfer_params"]
 
 
 async def test_a_registration_that_there_is_not_is_refused() -> None:
-    with pytest.raises(BadRequestError) as refused:
+    with pytest.raises(RefusedError) as refused:
         await parse(b'{"kv_transfer_params": {"registration": "never"}}')
     assert b"allowed: eager, jit, after_prefill, auto" in refused.value.answer.body

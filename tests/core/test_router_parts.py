@@ -12,13 +12,14 @@ import pytest
 from multidict import CIMultiDict
 
 from kvbus.errors import ConfigError
-from kvbus.router.fair_queue import Turns
-from kvbus.router.fleet import Choice, Loads, Names, affinity_of, prompt_tokens
+from kvbus.router.admission import FairQueue
+from kvbus.router.fleet import Choice, affinity_of, prompt_tokens
 from kvbus.router.fleet.circuit_breaker import FAILURES, FIRST_S, Breaker
-from kvbus.router.fleet.model_names import MAX_NAMES, read_list
+from kvbus.router.fleet.loads import Loads
+from kvbus.router.fleet.models import MAX_NAMES, ModelNames, read_list
 from kvbus.router.http import Clients, Failure, Nothing, Token, error_event, look, whole_events
 from kvbus.router.request import CHAT, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
-from kvbus.router.request.legs import decode_leg, prefill_leg, transfers_of
+from kvbus.router.request.leg_bodies import decode_leg, prefill_leg, transfers_of
 from kvbus.wire import Heartbeat, Role, State
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -37,7 +38,7 @@ D = replace(P, engine="D", role=Role.DECODE, address="h:2")
 
 
 def test_the_prefill_leg_asks_for_one_token_of_the_same_prompt() -> None:
-    leg = prefill_leg(BODY, "t", PARENT)
+    leg = prefill_leg(BODY, "t", PARENT, CHAT)
     assert leg == {
         "prompt": "Hi",
         "max_tokens": 1,
@@ -52,11 +53,11 @@ def test_the_prefill_leg_asks_for_one_token_of_the_same_prompt() -> None:
         },
     }
     assert BODY["max_tokens"] == 50, "the client's body is left alone"
-    assert prefill_leg({"max_completion_tokens": 9}, "t", PARENT)["max_completion_tokens"] == 1
+    assert prefill_leg({"max_completion_tokens": 9}, "t", PARENT, CHAT)["max_completion_tokens"] == 1
 
 
 def test_the_decode_leg_is_the_clients_request_with_a_hint() -> None:
-    leg = decode_leg(BODY, "t", PARENT, "P")
+    leg = decode_leg(BODY, "t", PARENT, "P", 1, 0.0)
     params = leg.pop("kv_transfer_params")
     assert leg == BODY
     assert (params["do_remote_prefill"], params["transfer_id"], params["prefill_engine_id"]) == (True, "t", "P")
@@ -122,7 +123,7 @@ def test_prompts_of_every_api_have_a_size_and_a_session() -> None:
 
 
 def choice(*engines: Heartbeat, loads: Loads | None = None, seed: int = 0, **more: Any) -> Choice:
-    return Choice(engines, loads or Loads(), Random(seed), **more)
+    return Choice(engines, loads or Loads(lambda: 0.0), Random(seed), **more)
 
 
 def test_only_what_is_ready_and_fits_is_chosen() -> None:
@@ -149,7 +150,7 @@ def test_ranks_are_no_party_to_a_transfer_where_they_cannot_be_named() -> None:
 
 def test_a_name_is_good_for_the_engine_that_says_so() -> None:
     """R4."""
-    names, again = Names(), replace(D, incarnation=2)
+    names, again = ModelNames(), replace(D, incarnation=2)
     names.learn(D, ["m", "alias", "lora"])
     names.learn(P, ["m"])
     assert names.serving([P, D], "lora") == [D]
@@ -204,7 +205,7 @@ def test_chance_spreads_over_equals_and_the_most_loaded_of_many_gets_nothing() -
 
 
 def test_what_was_sent_since_the_last_heartbeat_is_added_to_what_it_says() -> None:
-    loads = Loads()
+    loads = Loads(lambda: 0.0)
     beat = replace(P, queued_tokens=100, requests=1)
     with loads.counted(beat, 50):
         assert (loads.prefill(beat), loads.requests(beat)) == (150, 2)
@@ -216,7 +217,7 @@ def test_what_was_sent_since_the_last_heartbeat_is_added_to_what_it_says() -> No
 
 
 def test_an_engine_that_did_not_answer_is_chosen_last_until_it_is_heard() -> None:
-    q, loads = replace(P, engine="Q", queued_tokens=1000), Loads()
+    q, loads = replace(P, engine="Q", queued_tokens=1000), Loads(lambda: 0.0)
     loads.suspect(P)
     assert choice(P, q, D, loads=loads).source(None) == q
     assert choice(P, D, loads=loads).source(None) == P, "better than none"
@@ -240,7 +241,7 @@ def test_a_session_goes_where_it_was_unless_that_is_much_busier() -> None:
 
 
 def test_a_decode_engine_with_its_fill_gets_more_only_if_there_is_no_other() -> None:
-    loads, e = Loads(), replace(D, engine="E", requests=9)
+    loads, e = Loads(lambda: 0.0), replace(D, engine="E", requests=9)
     with loads.counted(D, 1):
         assert choice(P, D, e, loads=loads, most=1).sink(P) == e
         assert choice(P, D, loads=loads, most=1).sink(P) == D
@@ -350,7 +351,7 @@ class TestBreaker:
         assert not breaker.is_open(replace(P, incarnation=P.incarnation + 1), 0.0)
 
     def test_with_nobody_else_it_is_tried(self) -> None:
-        loads = Loads()
+        loads = Loads(lambda: 0.0)
         for _ in range(FAILURES):
             loads.suspect(P)
         assert choice(P, D, loads=loads).source(None) == P
@@ -365,22 +366,22 @@ def test_the_size_of_prompts() -> None:
 
 def test_who_asks_for_the_prompts_own_logprobs_is_served_by_one_engine() -> None:
     for body in ({"prompt_logprobs": 0}, {"echo": True, "logprobs": 0}, {"use_beam_search": True}):
-        assert must_be_alone(body)
+        assert must_be_alone(body, CHAT)
         assert choice(P, D, alone=True).source(None) is None
     for body in ({"logprobs": 3}, {"echo": True}, {"echo": True, "logprobs": None}, {"prompt_logprobs": None}):
-        assert not must_be_alone(body)
+        assert not must_be_alone(body, CHAT)
 
 
 def test_turns_go_round() -> None:
-    turns: Turns[int] = Turns(6)
+    turns: FairQueue[int] = FairQueue(6)
     for payer, item in (("a", 1), ("a", 2), ("a", 3), ("b", 4), ("c", 5)):
-        assert turns.wait(payer, item)
-    turns.leave("c", 5)
-    turns.leave("c", 5)
-    assert turns.wait("c", 6)
-    assert turns.wait("c", 7)
-    assert not turns.wait("d", 8), "six are enough"
-    assert [turns.next() for _ in range(7)] == [1, 4, 6, 2, 7, 3, None]
+        assert turns.push(payer, item)
+    turns.remove("c", 5)
+    turns.remove("c", 5)
+    assert turns.push("c", 6)
+    assert turns.push("c", 7)
+    assert not turns.push("d", 8), "six are enough"
+    assert [turns.pop() for _ in range(7)] == [1, 4, 6, 2, 7, 3, None]
     assert len(turns) == 0
 
 

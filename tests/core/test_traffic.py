@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ConfigError
 from kvbus.tools.lines import Selection, Undecodable, json_line, line, parse_kinds
-from kvbus.tools.listen import Heard
+from kvbus.tools.listen import BusMessage
 from kvbus.tools.pending import PendingTable, Stage
 from kvbus.tools.traffic import GONE_AFTER_S, MIB, RATE_WINDOW_S, WINDOW_S, Traffic, quantile
 from kvbus.wire import (
@@ -236,7 +236,7 @@ class TestLines:
         )
 
     def test_what_cannot_be_decoded(self) -> None:
-        said = Heard(0.0, "reg", b"\xff\x00junk").read()
+        said = BusMessage(0.0, "reg", b"\xff\x00junk").read()
         assert isinstance(said, Undecodable)
         assert line("08:10", "reg", said) == "08:10 reg  ? not msgpack within bounds: ExtraData, 6 bytes"
         assert json.loads(json_line(1.0, "reg", said)) == {
@@ -265,7 +265,7 @@ class TestLines:
 
     @given(st.binary(max_size=200), st.text(max_size=50))
     def test_any_payload_gives_one_line(self, payload: bytes, subject: str) -> None:
-        said = Heard(0.0, subject, payload).read()
+        said = BusMessage(0.0, subject, payload).read()
         assert line("t", subject, said).isprintable()
         assert "\n" not in json_line(0.0, subject, said)
 

@@ -156,12 +156,12 @@ async def load(cluster: Cluster, requests: int, rate: float, during: Any) -> tup
         run_load(stream, [[n] for n in range(requests)], rate=rate, max_tokens=8, timeout_s=120)
     )
     await during()
-    shots = await loading
-    failed = [shot for shot in shots if shot.error and "of 8 tokens" not in shot.error]
-    early = [shot for shot in failed if not shot.tokens]
-    for shot in failed:
-        print(f"request {shot.index}: {shot.error}")
-    return len(early), len(failed) - len(early), max(shot.ttft_s for shot in shots if not shot.error)
+    finished = await loading
+    failed = [result for result in finished if result.error and "of 8 tokens" not in result.error]
+    early = [result for result in failed if not result.tokens]
+    for result in failed:
+        print(f"request {result.index}: {result.error}")
+    return len(early), len(failed) - len(early), max(result.ttft_s for result in finished if not result.error)
 
 
 async def test_one_command_one_curl_one_trace(cluster: Cluster) -> None:

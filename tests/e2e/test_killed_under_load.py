@@ -11,7 +11,7 @@ import pytest
 from support.engines import BLOCK_LEASE_S, complete, prompt, say
 
 from kvbus.local import Cluster, NatsServer, make_prompt
-from kvbus.local.load import Shot, plain_stream, run_load
+from kvbus.local.load import RequestResult, plain_stream, run_load
 
 pytestmark = [pytest.mark.e2e, pytest.mark.hurts_the_cluster, pytest.mark.timeout(900)]
 
@@ -21,7 +21,7 @@ AWAY_S = 20.0
 
 async def load_with(
     cluster: Cluster, reference: str, seconds: float, seed: int, hurt: Callable[[], None], after_s: float
-) -> list[Shot]:
+) -> list[RequestResult]:
     """Load the router, call ``hurt`` in the middle, and check every answer that was given."""
     prompts = [make_prompt(900, seed + number) for number in range(int(seconds * RATE))]
     alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
@@ -31,14 +31,14 @@ async def load_with(
         hurt()
 
     hurting = asyncio.create_task(later())
-    shots = await run_load(plain_stream(cluster.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=8, timeout_s=60)
+    finished = await run_load(plain_stream(cluster.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=8, timeout_s=60)
     await hurting
-    slowest = max((shot for shot in shots if not shot.error), key=lambda shot: shot.ttft_s)
-    failed = sum(bool(shot.error) for shot in shots)
-    say(f"{len(shots)} requests, {failed} failed; slowest first token {slowest.ttft_s:.2f} s")
-    wrong = [shot.index for shot in shots if not shot.error and shot.tokens != alone[shot.index].tokens]
+    slowest = max((result for result in finished if not result.error), key=lambda result: result.ttft_s)
+    failed = sum(bool(result.error) for result in finished)
+    say(f"{len(finished)} requests, {failed} failed; slowest first token {slowest.ttft_s:.2f} s")
+    wrong = [result.index for result in finished if not result.error and result.tokens != alone[result.index].tokens]
     assert wrong == [], "an answer differs from the reference"
-    return shots
+    return finished
 
 
 async def until_free(cluster: Cluster, name: str, blocks: int, within_s: float) -> None:
@@ -84,9 +84,9 @@ async def test_nats_killed_for_twenty_seconds_loses_no_request(cluster: Cluster,
         cluster.replace_nats(NatsServer(cluster.logs, server.port, "nats-again"))
 
     back = asyncio.create_task(come_back())
-    shots = await load_with(cluster, reference, 16, 1000, kill, after_s=4)
-    assert [shot.error for shot in shots if shot.error] == []
-    assert max(shot.ttft_s for shot in shots) < 8
+    finished = await load_with(cluster, reference, 16, 1000, kill, after_s=4)
+    assert [result.error for result in finished if result.error] == []
+    assert max(result.ttft_s for result in finished) < 8
     await back
     await asyncio.sleep(3)
     got = await complete(cluster.url, prompt(300, seed=77))
@@ -98,8 +98,8 @@ async def test_a_prefill_engine_that_is_told_to_end_loses_no_request(cluster: Cl
     """C5: SIGTERM under load."""
     blocks = await free(cluster, "decode-0")
     end = cluster.engines["prefill-0"].child.signal
-    shots = await load_with(cluster, reference, 8, 4000, lambda: end(signal.SIGTERM), after_s=4)
-    assert [shot.error for shot in shots if shot.error] == []
+    finished = await load_with(cluster, reference, 8, 4000, lambda: end(signal.SIGTERM), after_s=4)
+    assert [result.error for result in finished if result.error] == []
     await until_free(cluster, "decode-0", blocks, 10)
     restart(cluster, "prefill-0")
 
@@ -108,9 +108,9 @@ async def test_a_killed_prefill_engine_loses_no_request(cluster: Cluster, refere
     """C1."""
     blocks = await free(cluster, "decode-0")
     kill = cluster.engines["prefill-0"].child.signal
-    shots = await load_with(cluster, reference, 16, 2000, lambda: kill(signal.SIGKILL), after_s=5)
-    assert [shot.error for shot in shots if shot.error] == []
-    assert max(shot.ttft_s for shot in shots) < 5 + 2
+    finished = await load_with(cluster, reference, 16, 2000, lambda: kill(signal.SIGKILL), after_s=5)
+    assert [result.error for result in finished if result.error] == []
+    assert max(result.ttft_s for result in finished) < 5 + 2
     await until_free(cluster, "decode-0", blocks, 10)
     restart(cluster, "prefill-0")
     await asyncio.to_thread(cluster.wait_ready)

@@ -17,7 +17,7 @@ from support.ears import Ears, listening
 from support.engines import ARGUMENTS, say
 
 from kvbus.local import Cluster, make_prompt
-from kvbus.local.load import Shot, plain_stream, run_load
+from kvbus.local.load import RequestResult, plain_stream, run_load
 from kvbus.wire import Message, PrefillCompleted, PrefillProgress, Registration
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ def crowd(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clu
 
 async def load_and_kill(
     crowd: Cluster, reference: str, seed: int, name: str, when: Callable[[Message], bool]
-) -> tuple[list[Shot], Ears]:
+) -> tuple[list[RequestResult], Ears]:
     """Load the router, kill an engine in the middle at a moment ``when`` it has work, and compare every answer."""
     prompts = [make_prompt(PROMPT_TOKENS, seed + number) for number in range(int(SECONDS * RATE))]
     alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=16)
@@ -50,20 +50,22 @@ async def load_and_kill(
                 crowd.engines[name].child.signal(signal.SIGKILL)
 
         ears.react = kill
-        shots = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=16, timeout_s=60)
+        finished = await run_load(
+            plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=RATE, max_tokens=16, timeout_s=60
+        )
         ears.react = None
     assert killed
-    wrong = [shot.index for shot in shots if not shot.error and shot.tokens != alone[shot.index].tokens]
+    wrong = [result.index for result in finished if not result.error and result.tokens != alone[result.index].tokens]
     assert wrong == [], "an answer differs from the reference"
-    failed = [shot for shot in shots if shot.error]
-    slowest = max(shot.ttft_s for shot in shots)
+    failed = [result for result in finished if result.error]
+    slowest = max(result.ttft_s for result in finished)
     say(
-        f"{name} killed: {len(shots)} requests, {sum(not shot.ttft_s for shot in failed)} failed before their first "
-        f"token, {len(failed)} in all; slowest first token {slowest:.2f} s; attempts {dict(attempts(ears))}"
+        f"{name} killed: {len(finished)} requests, {sum(not result.ttft_s for result in failed)} failed before their "
+        f"first token, {len(failed)} in all; slowest first token {slowest:.2f} s; attempts {dict(attempts(ears))}"
     )
-    assert [shot.error for shot in failed if not shot.ttft_s] == []
+    assert [result.error for result in failed if not result.ttft_s] == []
     assert attempts(ears)[2] > 0, "nothing had to be taken over: this shows nothing"
-    return shots, ears
+    return finished, ears
 
 
 async def back_in_use(crowd: Cluster, name: str, seed: int) -> None:
@@ -73,8 +75,8 @@ async def back_in_use(crowd: Cluster, name: str, seed: int) -> None:
     await asyncio.to_thread(crowd.wait_ready)
     prompts = [make_prompt(200, seed + number) for number in range(24)]
     async with listening(crowd.nats_url) as ears:
-        shots = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=8, max_tokens=4, timeout_s=60)
-    assert [shot.error for shot in shots if shot.error] == []
+        finished = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=8, max_tokens=4, timeout_s=60)
+    assert [result.error for result in finished if result.error] == []
     if name.startswith("prefill"):
         assert ears.all(PrefillCompleted, source_engine=name)
     else:
@@ -87,8 +89,8 @@ async def test_a_killed_prefill_engine_is_replaced(crowd: Cluster, reference: st
     def computing(message: Message) -> bool:
         return isinstance(message, PrefillProgress) and message.source_engine == "prefill-0" and message.computed > 0
 
-    shots, _ = await load_and_kill(crowd, reference, 5000, "prefill-0", computing)
-    assert [shot.error for shot in shots if shot.error] == [], "no stream depends on a prefill engine"
+    finished, _ = await load_and_kill(crowd, reference, 5000, "prefill-0", computing)
+    assert [result.error for result in finished if result.error] == [], "no stream depends on a prefill engine"
     await back_in_use(crowd, "prefill-0", 5500)
 
 
@@ -106,14 +108,14 @@ async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(crowd
 
 async def test_engines_are_drained_removed_and_added_without_losing_a_request(crowd: Cluster, reference: str) -> None:
     """As an operator does it: ``kvbus drain``, stop, start again, while clients ask."""
-    numbers, changed, shots = itertools.count(7000), asyncio.Event(), list[tuple[int, Shot]]()
+    numbers, changed, finished = itertools.count(7000), asyncio.Event(), list[tuple[int, RequestResult]]()
 
     async def some() -> None:
         """Five seconds of load."""
         asked = list(itertools.islice(numbers, 10))
         prompts = [make_prompt(400, number) for number in asked]
         got = await run_load(plain_stream(crowd.url, "tiny-qwen3"), prompts, rate=2.0, max_tokens=8, timeout_s=60)
-        shots.extend(zip(asked, got, strict=True))
+        finished.extend(zip(asked, got, strict=True))
 
     async def until_changed() -> None:
         while not changed.is_set():
@@ -137,12 +139,12 @@ async def test_engines_are_drained_removed_and_added_without_losing_a_request(cr
     async with listening(crowd.nats_url) as ears:
         await some()
         await some()
-    failed = [shot.error for _, shot in shots if shot.error]
-    say(f"{len(shots)} requests while two engines were drained, removed and added: {len(failed)} failed")
+    failed = [result.error for _, result in finished if result.error]
+    say(f"{len(finished)} requests while two engines were drained, removed and added: {len(failed)} failed")
     assert failed == []
-    prompts = [make_prompt(400, number) for number, _ in shots]
+    prompts = [make_prompt(400, number) for number, _ in finished]
     alone = await run_load(plain_stream(reference, "tiny-qwen3"), prompts, rate=None, max_tokens=8)
-    assert [shot.tokens for _, shot in shots] == [shot.tokens for shot in alone]
+    assert [result.tokens for _, result in finished] == [result.tokens for result in alone]
     assert ears.all(PrefillCompleted, source_engine="prefill-0")
     assert ears.all(Registration, sink_engine="decode-0")
 

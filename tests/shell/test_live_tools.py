@@ -25,10 +25,10 @@ from kvbus.local import NatsServer
 from kvbus.sim.faults import NO_FAULTS
 from kvbus.sim.realtime import run_real_time
 from kvbus.tools import watch
-from kvbus.tools.lines import Said, Selection, Undecodable
-from kvbus.tools.listen import MAX_HEARD, Ear, listening
+from kvbus.tools.lines import Decoded, Selection, Undecodable
+from kvbus.tools.listen import MAX_HEARD, Listener, listening
 from kvbus.tools.pending import PendingTable, Stage
-from kvbus.tools.tables import Picture
+from kvbus.tools.tables import TopView
 from kvbus.tools.traffic import MIB, Snapshot, Traffic
 from kvbus.wire import (
     Heartbeat,
@@ -79,26 +79,26 @@ class TestListening:
                 pass
 
     async def test_it_says_nothing_unless_it_shall_ask(self, broker: MemoryBroker) -> None:
-        async with listening(MemoryBus(broker), SUBJECTS, ["x.*"], where="") as ear:
+        async with listening(MemoryBus(broker), SUBJECTS, ["x.*"], where="") as listener:
             broker.route("x.1", b"1")
-            assert [(heard.subject, heard.payload) for heard in await ear.take(5)] == [("x.1", b"1")]
-            assert await ear.take(0.01) == []
+            assert [(heard.subject, heard.payload) for heard in await listener.take(5)] == [("x.1", b"1")]
+            assert await listener.take(0.01) == []
         assert [subject for subject, _ in broker.log] == ["x.1"]
         async with listening(MemoryBus(broker), SUBJECTS, ["x.*"], where="", asks="kvbus-top"):
             pass
         assert [decode(payload) for _, payload in list(broker.log)[1:]] == [Who("kvbus-top")]
 
     async def test_what_nobody_takes_is_missed_not_kept(self, broker: MemoryBroker) -> None:
-        ear = Ear(MemoryBus(broker))
+        listener = Listener(MemoryBus(broker))
         for _ in range(MAX_HEARD + 3):
-            ear.hear("x", b"")
-        assert ear.missed == 3
-        assert len(await ear.take(0)) == MAX_HEARD
+            listener.hear("x", b"")
+        assert listener.missed == 3
+        assert len(await listener.take(0)) == MAX_HEARD
 
 
 class TestLoops:
     async def test_tap_shows_what_is_selected_and_ends_at_the_limit(self, broker: MemoryBroker) -> None:
-        shown: list[tuple[str, Said]] = []
+        shown: list[tuple[str, Decoded]] = []
         told: list[str] = []
         tap = asyncio.create_task(
             watch.tap(
@@ -215,7 +215,7 @@ class TestLoops:
         assert 0 < got.listened_s <= time.monotonic() - began
 
 
-class TestPicture:
+class TestTopView:
     LONG = "prefill-" + "x" * 56
 
     def drawn(self, width: int, lines: int | None = None) -> str:
@@ -227,7 +227,7 @@ class TestPicture:
         traffic.hear(replace(DONE, source_engine=f"{self.LONG[:-2]}01", nbytes=10**12, match_wait_s=3600.0), 0.0)
         console = Console(width=width, highlight=False, force_terminal=False, legacy_windows=False)
         with console.capture() as capture:
-            console.print(Picture(traffic.snapshot(3.0), "default", "nats://127.0.0.1:4222", True, lines))
+            console.print(TopView(traffic.snapshot(3.0), "default", "nats://127.0.0.1:4222", True, lines))
         return capture.get()
 
     @pytest.mark.parametrize("width", [20, 60, 80, 100, 140, 200])
@@ -260,7 +260,7 @@ class TestPicture:
     def test_no_engine_at_all(self) -> None:
         console = Console(width=80)
         with console.capture() as capture:
-            console.print(Picture(Traffic(0.0).snapshot(1.0), "default", "nats://x", False))
+            console.print(TopView(Traffic(0.0).snapshot(1.0), "default", "nats://x", False))
         assert "no engine is on the bus" in capture.get()
         assert "the NATS server is away" in capture.get()
 

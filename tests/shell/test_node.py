@@ -64,7 +64,7 @@ class TestNode:
         eventually_sync(lambda: changes == [PeerJoined(BEAT)])
         eventually_sync(lambda: changes[1:] == [PeerLeft("P", 5, Role.PREFILL, "silent")])
 
-    def test_who_asks_in_a_crowd_is_answered_with_the_others(self, broker: MemoryBroker) -> None:
+    def test_many_who_ask_at_once_get_one_answer(self, broker: MemoryBroker) -> None:
         """After a restart of the server every node asks: N x N answers, each heard by N."""
         node = Node(MemoryBus(broker), SUBJECTS, name="P", membership=Membership(), heartbeat_interval_s=60.0, hears=[])
         node.present(lambda number: Heartbeat("P", 5, number, Role.PREFILL, State.READY, 1))

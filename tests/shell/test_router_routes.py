@@ -11,9 +11,9 @@ from aiohttp import FormData
 from support.fronts import END, TOKEN_EVENT, FakeApi, fronted
 from support.waiting import eventually
 
-from kvbus.router import proxy as passing
-from kvbus.router.fleet import discovery as asking
-from kvbus.router.http import looked_at
+from kvbus.router import stored_responses
+from kvbus.router.fleet import discovery
+from kvbus.router.http import model_and_pieces
 from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER
 from kvbus.router.routes import ROUTES, How
 
@@ -87,7 +87,7 @@ async def test_unknown_names_are_asked_for_together_and_not_too_often() -> None:
 
 
 async def test_a_frozen_engine_holds_up_no_unknown_name_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "ANSWER_S", 0.3)
+    monkeypatch.setattr(discovery, "ANSWER_S", 0.3)
     async with fronted("P", "D", "E") as front:
         front["E"].hold_list.clear()
         front["D"].names = ["m", "lora"]
@@ -160,7 +160,7 @@ async def test_a_prefill_engine_that_tells_its_names_to_clients_only_is_asked_by
 
 
 async def test_without_a_key_of_its_own_the_router_does_not_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "EVERY_S", 0.02)
+    monkeypatch.setattr(discovery, "EVERY_S", 0.02)
     locked, open_ = FakeApi("D"), FakeApi("E")
     locked.key = "secret"
     async with fronted("D", "E", apis={"D": locked, "E": open_}):
@@ -169,7 +169,7 @@ async def test_without_a_key_of_its_own_the_router_does_not_ask_again(monkeypatc
 
 
 async def test_a_key_that_the_operator_gives_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "EVERY_S", 0.02)
+    monkeypatch.setattr(discovery, "EVERY_S", 0.02)
     locked = FakeApi("D")
     locked.key = "secret"
     async with fronted("D", apis={"D": locked}, engine_key="secret") as front:
@@ -241,10 +241,10 @@ async def test_a_body_that_is_passed_is_not_changed_by_a_byte() -> None:
 )
 async def test_the_model_in_a_form(head: bytes, model: str | None) -> None:
     content = b"--b\r\nX: y\r\n\r\nz\r\n--b\r\n" + head + b"\r\n\r\nm\r\n--b--\r\n"
-    assert (await looked_at(content, 'multipart/form-data; boundary="b"'))[0] == model
+    assert (await model_and_pieces(content, 'multipart/form-data; boundary="b"'))[0] == model
     for junk in (b"", b"--b", b"--b\r\n\r\n", b"--b\r\n" * 5000, content[:-20]):
-        assert (await looked_at(junk, "multipart/form-data; boundary=b"))[0] is None
-    assert (await looked_at(content, "multipart/form-data"))[0] is None
+        assert (await model_and_pieces(junk, "multipart/form-data; boundary=b"))[0] is None
+    assert (await model_and_pieces(content, "multipart/form-data"))[0] is None
 
 
 async def test_a_stream_that_is_passed_is_not_held_up() -> None:
@@ -379,7 +379,7 @@ async def test_what_is_no_id_of_a_response_reaches_no_engine(odd: str) -> None:
 
 
 async def test_an_engine_that_may_keep_a_response_and_is_silent_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passing, "HOLDER_S", 0.2)
+    monkeypatch.setattr(stored_responses, "HOLDER_S", 0.2)
     async with fronted("D", "E") as front:
         front["E"].hold_list.clear()
         answer = await front.client.get("/v1/responses/resp_1")

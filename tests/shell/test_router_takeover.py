@@ -10,7 +10,7 @@ import pytest
 from support.fronts import END, ROLE_EVENT, SUBJECTS, TOKEN_EVENT, FakeApi, Front, fronted
 from support.waiting import eventually
 
-from kvbus.router import proxy as passing
+from kvbus.router import proxy
 from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER, reply, streaming
 from kvbus.router.request.reply import ATTEMPT_HEADER
 from kvbus.router.settings import Settings
@@ -117,7 +117,7 @@ async def test_of_an_old_request_that_decode_does_not_know_any_more_it_is_asked_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is not streamed, and has its first token long since."""
-    monkeypatch.setattr("kvbus.router.request.rebinding.PATIENCE_S", 0.0)
+    monkeypatch.setattr("kvbus.router.request.transfer_messages.PATIENCE_S", 0.0)
     async with fronted("P", "Q", "D") as front:
         front.refuse[""] = ["unknown transfer"] * 9
         hold(front, "D")
@@ -405,7 +405,7 @@ async def test_an_engine_that_lost_the_bus_only_may_take_its_time_again(
 
 
 async def test_a_frozen_engine_holds_no_client_that_asks_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passing, "ASIDE_S", 0.2)
+    monkeypatch.setattr(proxy, "LOOKUP_S", 0.2)
     async with fronted("P", "D") as front:
         front["D"].hold.clear()
         answer = await front.client.post("/tokenize", json={"model": "m", "prompt": "x"})

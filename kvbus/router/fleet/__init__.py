@@ -6,31 +6,26 @@ Choosing is pure. The discovery of model names is the only I/O here.
 from __future__ import annotations
 
 from kvbus.router.fleet.affinity import CHARS_PER_TOKEN, SESSION_HEADER, affinity_of, prompt_tokens
-from kvbus.router.fleet.discovery import Asker
 from kvbus.router.fleet.endpoints import RETRY_AFTER_S, Fleet
-from kvbus.router.fleet.loads import Loads
-from kvbus.router.fleet.model_list import merge_models, one_model
-from kvbus.router.fleet.model_names import Names
-from kvbus.router.fleet.policy import Choice, Key, choose_one, is_usable, key_of
+from kvbus.router.fleet.models import merge_lists, one_model
+from kvbus.router.fleet.policy import Choice, Key, choose_one, is_usable, key_of, one_per_port
 from kvbus.router.fleet.readiness import Readiness, readiness_of
 
 __all__ = [
     "CHARS_PER_TOKEN",
     "RETRY_AFTER_S",
     "SESSION_HEADER",
-    "Asker",
     "Choice",
     "Fleet",
     "Key",
-    "Loads",
-    "Names",
     "Readiness",
     "affinity_of",
     "choose_one",
     "is_usable",
     "key_of",
-    "merge_models",
+    "merge_lists",
     "one_model",
+    "one_per_port",
     "prompt_tokens",
     "readiness_of",
 ]

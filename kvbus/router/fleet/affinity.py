@@ -1,4 +1,4 @@
-"""Which requests belong together, and how many tokens a prompt has, about. Pure."""
+"""Which requests share a prefix, and about how many tokens a prompt has. Pure."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ HEAD_CHARS = 512
 HEAD_TOKENS = 128
 HEAD_BYTES = 2048
 CHARS_PER_TOKEN = 4
-_NAMES = ("user", "prompt_cache_key")
+_SESSION_KEYS = ("user", "prompt_cache_key")
 
 
 def affinity_of(body: Mapping[str, Any], header: str | None) -> str:
-    """What requests have in common whose prompts begin alike; empty if nothing is known.
+    """A key that requests with the same prefix have in common; empty if there is none.
 
-    The client's own word for its session (``X-Session-Id``, ``prompt_cache_key``, ``user``), else the prompt's head: of
-    a chat the messages up to the user's first one, which every later turn repeats.
+    It is the client's own name of its session (``X-Session-Id``, ``prompt_cache_key``, ``user``), else a hash of the
+    prompt's head. The head of a chat are its messages up to the user's first one, which every later turn repeats.
     """
-    if name := _name(body, header):
-        return name
+    for name in (header, *(body.get(key) for key in _SESSION_KEYS)):
+        if isinstance(name, str) and name:
+            return name
     messages, prompt = body.get("messages"), body.get("prompt")
     for long in (messages, prompt):
         if isinstance(long, Raw):
@@ -44,7 +45,7 @@ def affinity_of(body: Mapping[str, Any], header: str | None) -> str:
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """About how many tokens the prompts of a request have; token ids are counted, characters are estimated."""
+    """About how many tokens the prompts of a request have. Token ids are counted; text is estimated."""
     prompt = body.get("prompt")
     if isinstance(prompt, Raw) and prompt.begins[:1] == b"[" and not prompt.children:
         return prompt.items
@@ -58,11 +59,6 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 def _estimate(value: Any) -> int:
     text = value if isinstance(value, str) else value.raw if isinstance(value, Raw) else json.dumps(value)
     return 1 + len(text) // CHARS_PER_TOKEN
-
-
-def _name(body: Mapping[str, Any], header: str | None) -> str:
-    named = (header, *(body.get(key) for key in _NAMES))
-    return next((each for each in named if isinstance(each, str) and each), "")
 
 
 def _role(message: Any) -> Any:

@@ -1,14 +1,17 @@
-"""The engines as requests see them: who serves a model by this name, and what to say if nobody does."""
+"""The engines as requests see them: which ones serve a model by a name, and what to answer if none does."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 from kvbus.bus import Node
-from kvbus.router.fleet.discovery import Asker
-from kvbus.router.fleet.model_names import Names
+from kvbus.protocol import Change, PeerLeft
+from kvbus.router.fleet.discovery import ModelDiscovery
+from kvbus.router.fleet.loads import Loads
+from kvbus.router.fleet.models import ModelNames
 from kvbus.router.fleet.policy import is_usable
-from kvbus.router.http import NOT_FOUND, UNAVAILABLE, Answer, BadRequestError, error
+from kvbus.router.http import NOT_FOUND, UNAVAILABLE, Answer, RefusedError, error
 from kvbus.wire import Heartbeat, State
 
 RETRY_AFTER_S = "5"
@@ -16,56 +19,70 @@ SHOWN_NAMES = 20
 
 
 class Fleet:
-    """A view of a node's membership; lives in its event loop."""
+    """A node's membership, with what this router knows besides: the engines' names, loads and failures.
 
-    def __init__(self, node: Node, names: Names, asker: Asker) -> None:
-        self._node, self._names, self._asker = node, names, asker
+    Lives in the node's event loop.
+
+    Args:
+        engine_key: see :class:`ModelDiscovery`.
+    """
+
+    def __init__(self, node: Node, engine_key: str = "") -> None:
+        self._node = node
+        self.names, self.loads = ModelNames(), Loads(time.monotonic)
+        self.discovery = ModelDiscovery(node.membership, self.names, engine_key)
+
+    def on_peer(self, change: Change) -> None:
+        """Called for each change of the membership."""
+        self.discovery.on_peer(change)
+        if isinstance(change, PeerLeft):
+            self.loads.forget(change.engine)
 
     def serving(self, model: str | None) -> list[Heartbeat]:
         """All engines that serve a model by this name, whatever their role and state; None: any model."""
-        return self._names.serving(self._node.membership.peers(), model)
+        return self.names.serving(self._node.membership.peers(), model)
 
     def decoding(self, model: str | None) -> list[Heartbeat]:
         """Those of them that decode and take new requests."""
         return [engine for engine in self.serving(model) if engine.role.decodes and is_usable(engine)]
 
     async def find(self, model: str | None, headers: Mapping[str, str]) -> list[Heartbeat]:
-        """Likewise; a name that is not known is asked for first, with the key among a client's headers.
+        """Likewise. If the name is not known, the engines are asked first, with the key among a client's headers.
 
         Raises:
-            BadRequestError: there is none.
+            RefusedError: there is none.
         """
         engines, refused = self.decoding(model), None
-        if model is not None and self.decoding(None) and (not engines or self._asker.is_stale(self._without(model))):
-            refused = await self._asker.ask_now(headers)
+        if model is not None and self.decoding(None) and (not engines or self._may_miss_prefill(model)):
+            refused = await self.discovery.ask_now(headers)
             engines = self.decoding(model)
         if not engines:
-            raise BadRequestError(refused or self.nobody(model))
+            raise RefusedError(refused or self.no_decode_engine(model))
         return engines
 
     async def everywhere(self, model: str | None, headers: Mapping[str, str]) -> list[Heartbeat]:
         """All engines that serve a model by this name and can be reached, whatever their role.
 
         Raises:
-            BadRequestError: there is none.
+            RefusedError: there is none.
         """
-        refused = None if self.serving(model) else await self._asker.ask_now(headers)
+        refused = None if self.serving(model) else await self.discovery.ask_now(headers)
         engines = [engine for engine in self.serving(model) if engine.address]
         if not engines:
-            raise BadRequestError(refused or self.nobody(model))
+            raise RefusedError(refused or self.no_decode_engine(model))
         return engines
 
-    def _without(self, model: str) -> list[Heartbeat]:
-        """Prefill engines that are not known to serve a model."""
+    def _may_miss_prefill(self, model: str) -> bool:
+        """Whether a prefill engine that is not known to serve the model may do so by now."""
         ready = self._node.membership.peers(prefill=True, ready=True)
-        serving = self._names.serving(ready, model)
-        return [engine for engine in ready if engine not in serving and engine.address]
+        serving = self.names.serving(ready, model)
+        return self.discovery.is_stale([engine for engine in ready if engine not in serving and engine.address])
 
-    def nobody(self, model: str | None) -> Answer:
+    def no_decode_engine(self, model: str | None) -> Answer:
         """Why there is no decode engine for a model."""
         peers = self._node.membership.peers()
         if model is not None and peers and not self.serving(model):
-            served = sorted({name for peer in peers for name in self._names.of(peer)})
+            served = sorted({name for peer in peers for name in self.names.of(peer)})
             more = f" and {len(served) - SHOWN_NAMES} more" if len(served) > SHOWN_NAMES else ""
             shown = ", ".join(served[:SHOWN_NAMES])
             return error(404, f"the model {model!r:.200} does not exist; served: {shown}{more}", NOT_FOUND, "model")

@@ -1,13 +1,14 @@
 """Which engines a request goes to. Pure: chance is an argument.
 
-The less loaded of two engines picked by chance (so that several routers with the same old news do not all pick the same
-one), unless the engine that has probably kept the prompt's head has little more to do: then that one.
+The power of two choices: the less loaded of two engines picked at random, so that several routers with the same old
+heartbeats do not all pick the same one. But if the engine that has probably kept the prompt's prefix is little busier,
+it is that one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -30,13 +31,19 @@ def is_usable(engine: Heartbeat) -> bool:
     return engine.state is State.READY and bool(engine.address)
 
 
+def one_per_port(engines: Iterable[Heartbeat]) -> list[Heartbeat]:
+    """Data parallel ranks share a port: one engine of each."""
+    ports = {(engine.address, engine.role): engine for engine in engines}
+    return sorted(ports.values(), key=key_of)
+
+
 def fit(prefill: Heartbeat, decode: Heartbeat) -> bool:
     """Whether KV can go from one to the other."""
     return prefill.engine != decode.engine and not differences(prefill, decode)
 
 
 def rank(session: str, engines: Sequence[Heartbeat]) -> list[Heartbeat]:
-    """Rendezvous hashing: an order of the engines for this session. An engine that goes or comes changes only its own
+    """Rendezvous hashing: an order of the engines for this session. An engine that joins or leaves changes only its own
     place in it."""
 
     def weight(engine: Heartbeat) -> bytes:
@@ -56,8 +63,8 @@ def choose_one(
     """One of ``engines``, None if there is none.
 
     Args:
-        session: what the request has in common with earlier ones, empty for nothing.
-        slack: how much more loaded the session's own engine may be than the other choice.
+        session: the request's affinity key, empty for none.
+        slack: how much more loaded than the other choice the session's own engine may be.
     """
     if not engines:
         return None
@@ -72,16 +79,16 @@ def choose_one(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What can be chosen for one request, as things stand now.
+    """The engines that one request can go to now.
 
     Args:
-        engines: those that serve the model that is asked for.
-        tokens: of the prompt, about. What an engine has kept of it saves at most so much work, so the session's own
-            engine may have so much more to do.
+        engines: those that serve the requested model.
+        tokens: about how many the prompt has. A prefix cache saves at most so much work, so the session's own engine
+            may have so much more to do than another.
         alone: the decode engine must compute the prompt itself.
-        ranked: a leg reaches the data parallel rank that it names; else ranks are no party to a transfer, since nobody
-            knows which of them would get it.
-        most: a decode engine that has got so many requests of ours gets more only if there is no other.
+        ranked: a leg reaches the data parallel rank that it names. Else data parallel engines take part in no transfer,
+            since nobody knows which rank would get the leg.
+        most: a decode engine with so many requests of this router gets more only if there is no other.
     """
 
     engines: Sequence[Heartbeat]
@@ -94,7 +101,7 @@ class Choice:
     most: int = 1 << 30
 
     def source(self, sink: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
-        """A prefill engine for ``sink``; None for it: one for which there is a decode engine."""
+        """A prefill engine for ``sink``; if that is None, one for which there is a decode engine."""
         if self.alone:
             return None
         sinks = self._sinks(without) if sink is None else [sink]
@@ -102,29 +109,30 @@ class Choice:
             engine
             for engine in self.engines
             if engine.role.prefills
-            and self._is_open(engine, without)
+            and self._is_eligible(engine, without)
             and any(self._fit(engine, each) for each in sinks if key_of(each) != key_of(engine))
         ]
         return choose_one(
-            self._trusted(fitting), self.loads.prefill, self.chance, session=self.session, slack=float(self.tokens)
+            self.loads.preferred(fitting),
+            self.loads.prefill,
+            self.chance,
+            session=self.session,
+            slack=float(self.tokens),
         )
 
     def sink(self, source: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
-        """A decode engine that takes KV from ``source``; None for it: any."""
+        """A decode engine that takes KV from ``source``; if that is None, any."""
         fitting = [engine for engine in self._sinks(without) if source is None or self._fit(source, engine)]
         roomy = [engine for engine in fitting if self.loads.own(engine) < self.most] or fitting
         return choose_one(
-            self._trusted(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
+            self.loads.preferred(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
         )
 
     def _sinks(self, without: Collection[Key]) -> list[Heartbeat]:
-        return [engine for engine in self.engines if engine.role.decodes and self._is_open(engine, without)]
+        return [engine for engine in self.engines if engine.role.decodes and self._is_eligible(engine, without)]
 
-    def _is_open(self, engine: Heartbeat, without: Collection[Key]) -> bool:
+    def _is_eligible(self, engine: Heartbeat, without: Collection[Key]) -> bool:
         return is_usable(engine) and key_of(engine) not in without
 
     def _fit(self, prefill: Heartbeat, decode: Heartbeat) -> bool:
         return fit(prefill, decode) and (self.ranked or not (prefill.data_parallel or decode.data_parallel))
-
-    def _trusted(self, engines: list[Heartbeat]) -> list[Heartbeat]:
-        return [engine for engine in engines if not self.loads.is_suspect(engine)] or engines

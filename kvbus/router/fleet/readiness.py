@@ -1,6 +1,6 @@
-"""Whether the router can answer requests, and what it lacks to answer them as fast as it could. Pure.
+"""Whether the router can answer requests, and what is missing for fast answers. Pure.
 
-The one rule: what makes answers slow does not make the router unready, or the loss of one thing becomes an outage.
+The one rule: what only makes answers slow does not make the router unready. Else one lost engine becomes an outage.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ALONE = "decode engines compute prompts themselves"
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """``lacking`` says what is missing, worst first; ``models`` have their ready engines by name and kind."""
+    """``lacking``: what is missing, worst first. ``models``: the ready engines of each, by role."""
 
     ready: bool
     has_pair: bool
@@ -50,11 +50,11 @@ class Readiness:
 
 
 def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = None, draining: bool = False) -> Readiness:
-    """As things stand.
+    """What :class:`Readiness` says of these engines.
 
     Args:
-        engines: that are trusted; with the bus away, those that were there when it went.
-        bus_away_s: None if it is connected.
+        engines: those that are trusted; with the bus away, those of them that were there when it went.
+        bus_away_s: None if the bus is connected.
     """
     lacking = ["the router was told to stop"] if draining else []
     models: dict[str, dict[str, list[str]]] = {}
@@ -83,7 +83,7 @@ def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = Non
 
 
 def _kinds(engines: Sequence[Heartbeat]) -> list[Heartbeat]:
-    """Two of each kind that differ in what must fit, since one must not be paired with itself; pools have few kinds."""
+    """Two engines of each ``compat``: they stand for the others, and one alone must not be paired with itself."""
     kinds: dict[frozenset[tuple[str, str]], list[Heartbeat]] = {}
     for engine in engines:
         if len(same := kinds.setdefault(frozenset(engine.compat), [])) < 2:

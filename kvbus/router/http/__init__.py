@@ -1,7 +1,6 @@
 """HTTP on both sides of the router: clients' connections and bodies, engines' answers, server-sent events.
 
-Here is what is said about requests and answers as HTTP. Which engine gets a request, and what becomes of it, is not
-known here.
+Nothing here chooses an engine, or knows what a request is for.
 """
 
 from __future__ import annotations
@@ -15,17 +14,19 @@ from kvbus.router.http.answers import (
     OVERLOADED,
     UNAVAILABLE,
     Answer,
+    RefusedError,
     error,
     error_body,
+    respond,
 )
-from kvbus.router.http.bodies import Content, Raw
 from kvbus.router.http.client_address import Clients
-from kvbus.router.http.forms import looked_at
-from kvbus.router.http.headers import REQUEST_ID, request_id_of
+from kvbus.router.http.headers import REQUEST_ID, forwarded, request_id_of, returned
 from kvbus.router.http.in_flight import InFlight
-from kvbus.router.http.listener import Listener, room_for
+from kvbus.router.http.lazy_json import Content, Raw
+from kvbus.router.http.listener import Listener
+from kvbus.router.http.request_body import Reader, model_and_pieces, parse
+from kvbus.router.http.sockets import room_for
 from kvbus.router.http.sse import Failure, Nothing, Token, error_event, look, whole_events
-from kvbus.router.http.validation import BadRequestError, Reader, parse
 
 __all__ = [
     "BAD_GATEWAY",
@@ -37,7 +38,6 @@ __all__ = [
     "UNAVAILABLE",
     "Access",
     "Answer",
-    "BadRequestError",
     "Clients",
     "Content",
     "Failure",
@@ -46,14 +46,18 @@ __all__ = [
     "Nothing",
     "Raw",
     "Reader",
+    "RefusedError",
     "Token",
     "error",
     "error_body",
     "error_event",
+    "forwarded",
     "look",
-    "looked_at",
+    "model_and_pieces",
     "parse",
     "request_id_of",
+    "respond",
+    "returned",
     "room_for",
     "upstream",
     "whole_events",

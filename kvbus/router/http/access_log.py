@@ -1,4 +1,4 @@
-"""Every request once, whatever becomes of it: counted by route, method and status, and a line in the access log.
+"""Counts every request once, by route, method, status and model, and writes a line of the access log for it.
 
 No prompt and no key is written. Lives in one event loop.
 """
@@ -19,11 +19,11 @@ from kvbus.router.http.client_address import Clients
 from kvbus.router.http.headers import REQUEST_ID
 
 FORMS = ("off", "text", "json")
-CLIENT_LEFT = 499  # as nginx has it: there is nobody to tell a status
+CLIENT_LEFT = 499  # nginx's status for it
 OTHER = "other"
 MODEL = web.RequestKey("model", str)
 """The engines' own name of the model that serves a request, so that clients cannot make up label values."""
-_OURS = ("X-KVBus-Prefill", "X-KVBus-Decode", "X-KVBus-Attempt", "X-KVBus-Transfer-Id")
+_KVBUS_HEADERS = ("X-KVBus-Prefill", "X-KVBus-Decode", "X-KVBus-Attempt", "X-KVBus-Transfer-Id")
 
 
 class Access:
@@ -31,10 +31,10 @@ class Access:
 
     Args:
         form: one of :data:`FORMS`.
-        count: told route, method, status and model.
+        count: called with route, method, status and model.
 
     Raises:
-        ConfigError: there is no such form.
+        ConfigError: ``form`` is unknown.
     """
 
     def __init__(self, form: str, count: Callable[[str, str, int, str], None], clients: Clients) -> None:
@@ -77,7 +77,9 @@ class Access:
             "stream": headers.get("Content-Type", "").startswith("text/event-stream"),
             "request_id": headers.get(REQUEST_ID, ""),
         }
-        line |= {name.removeprefix("X-KVBus-").lower().replace("-", "_"): headers.get(name, "") for name in _OURS}
+        line |= {
+            name.removeprefix("X-KVBus-").lower().replace("-", "_"): headers.get(name, "") for name in _KVBUS_HEADERS
+        }
         if self._form == "json":
             self._logger.info(json.dumps(line))
         else:

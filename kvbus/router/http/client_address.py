@@ -1,7 +1,7 @@
-"""Whom a request is from: which address, and whose turn it takes where requests wait. Pure.
+"""Which client a request is from: its address, and whose turn it takes in the queue. Pure.
 
-The one rule: a turn cannot be had for a header. An API key counts where somebody has checked it, or will: engines that
-want one, or a proxy of the operator's own in front of the router; and only such a proxy's word counts on addresses.
+The one rule: nobody gets more turns by sending another header. An API key counts only where somebody checks it: engines
+that want one, or a trusted proxy in front of the router. Of addresses, too, only a trusted proxy is believed.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ class Clients:
         self._proxies = [_network(each) for each in proxies]
 
     def address(self, headers: MultiMapping[str], remote: str | None) -> str:
-        """The client's, as well as it is known: the last one in ``X-Forwarded-For`` that is no proxy of ours."""
+        """The client's, as far as it is known: the last one in ``X-Forwarded-For`` that is no trusted proxy."""
         address = remote or ""
-        told = [each.strip() for line in headers.getall(FORWARDED_FOR, ()) for each in line.split(",")]
-        while told and self._is_proxy(address) and _parse(told[-1]) is not None:
-            address = told.pop()
+        hops = [each.strip() for line in headers.getall(FORWARDED_FOR, ()) for each in line.split(",")]
+        while hops and self._is_proxy(address) and _parse(hops[-1]) is not None:
+            address = hops.pop()
         return address
 
     def payer(self, headers: MultiMapping[str], remote: str | None, *, keys_checked: bool) -> str:
-        """Whose turn a request takes: that of its key's holder, else of its address.
+        """Whose turn a request takes: that of its API key (hashed) if somebody checks it, else of its address.
 
         Args:
-            keys_checked: engines refuse keys that they do not know.
+            keys_checked: the engines refuse keys that they do not know.
         """
         key = headers.get("Authorization") or headers.get("x-api-key")
         if key and (keys_checked or self._is_proxy(remote or "")):

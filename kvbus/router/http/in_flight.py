@@ -1,6 +1,6 @@
-"""The requests that the router is answering: how many, and how they end when it is told to stop.
+"""The requests that the router is answering: how many there are, and how they end when it is told to stop.
 
-The one rule: nothing is broken off but by :meth:`InFlight.break_off`, and then the client is told.
+The one rule: only :meth:`InFlight.break_off` breaks a request off, and then its client is told.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from kvbus.router.http.answers import UNAVAILABLE, error, error_body
+from kvbus.router.http.answers import UNAVAILABLE, error, error_body, respond
 from kvbus.router.http.connection import FULL, Connection
 from kvbus.router.http.sse import error_event
 
 PROBES = frozenset({"/health", "/ready", "/metrics"})
-LAST_WORD_S = 1.0  # to a client that may not read
+LAST_WORD_S = 1.0  # for writing to a client that may not read
 STOPPED = "the router was stopped before this request had ended; send it again"
 _RESPONSE = web.RequestKey("kvbus.response", web.StreamResponse)
 
@@ -25,7 +25,7 @@ _RESPONSE = web.RequestKey("kvbus.response", web.StreamResponse)
 class InFlight:
     """See the module's docstring. Lives in one event loop.
 
-    ``draining``: answers close their connections, so that clients ask elsewhere next.
+    ``draining``: answers close their connections, so that clients send their next request to another router.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class InFlight:
             return await handler(request)
         if isinstance(connection, Connection) and connection.spare:
             connection.refuse()
-            return web.Response(status=FULL.status, body=FULL.body, headers=FULL.headers)
+            return respond(FULL)
         scope = asyncio.timeout(None)
         try:
             async with scope:
@@ -72,15 +72,14 @@ class InFlight:
     async def _last_word(self, request: web.Request) -> web.StreamResponse:
         begun = cast("web.StreamResponse | None", request.get(_RESPONSE))
         if begun is None or not begun.prepared:
-            answer = error(503, STOPPED, UNAVAILABLE, headers={"Retry-After": "1"})
-            return web.Response(status=answer.status, body=answer.body, headers=answer.headers)
+            return respond(error(503, STOPPED, UNAVAILABLE, headers={"Retry-After": "1"}))
         if begun.content_type != "text/event-stream":
             if request.transport is not None:
-                request.transport.abort()  # an orderly end would pass for a whole answer
+                request.transport.abort()  # with an orderly end the client would take it for the whole answer
             return begun
         with contextlib.suppress(TimeoutError, ConnectionError):
             async with asyncio.timeout(LAST_WORD_S):
-                named = not request.path.endswith("/completions")  # of these two, events have no names
+                named = not request.path.endswith("/completions")  # events of those two APIs have no names
                 await begun.write(error_event(error_body(503, STOPPED, UNAVAILABLE), named=named))
                 await begun.write_eof()
         return begun

@@ -1,7 +1,7 @@
 """Server-sent events of a stream of tokens: where the first token is, and where an event ends. Pure.
 
-An engine opens its stream, and may say who speaks, before it has a token; and what goes wrong from then on it says in
-an event, under status 200. The APIs differ in their events, but not in ways that contradict each other.
+An engine opens its stream, and may send a role, before it has a token. What goes wrong from then on it says in an
+event, under status 200. The APIs differ in their events, but not in ways that contradict each other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """From here on the client has something that cannot be taken back."""
+    """From here on the client has output that cannot be taken back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Failure:
 
 
 def look(head: bytes) -> Nothing | Token | Failure:
-    """What a stream's beginning holds. What is not understood counts as a token: it is not kept from the client."""
+    """What the beginning of a stream holds. An event that is not understood counts as a token: the client gets it."""
     if len(head) > MAX_HEAD_BYTES:
         return Token()
     for line in head[: head.rfind(b"\n") + 1].splitlines():
@@ -79,11 +79,11 @@ def _has_content(choice: Any) -> bool:
 
 
 def whole_events(held: bytes) -> tuple[bytes, bytes]:
-    """What of a stream may be passed on now, and what not: half an event of an engine that then dies is none."""
+    """What of a stream may be passed on now, and the rest. Half an event must not go out: the engine may die there."""
     end = max(held.rfind(b"\n\n") + 2, held.rfind(b"\n\r\n") + 3)
     return (held[:end], held[end:]) if end > 2 else (b"", held)
 
 
 def error_event(body: bytes, *, named: bool = False) -> bytes:
-    """An error in the middle of a stream; OpenAI's clients raise it, and where events are ``named``, Anthropic's."""
+    """An error in the middle of a stream. OpenAI's clients raise it; Anthropic's do if it is ``named``."""
     return (b"\nevent: error" if named else b"") + b"\ndata: " + body + b"\n\n"

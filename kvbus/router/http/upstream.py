@@ -1,4 +1,4 @@
-"""The engines' HTTP: what a leg's answer means. One adapter for aiohttp's client; lives in one event loop."""
+"""HTTP to the engines: sends requests, and tells what answers mean. The adapter of aiohttp's client."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from aiohttp import hdrs
 from aiohttp.abc import AbstractStreamWriter
 from multidict import CIMultiDict
 
-from kvbus.router.http import headers as headers_of
 from kvbus.router.http.answers import Answer
-from kvbus.router.http.bodies import Content, pieces
+from kvbus.router.http.headers import RANK, returned
+from kvbus.router.http.lazy_json import Content, pieces
 from kvbus.wire import Heartbeat
 
 CONNECT_TIMEOUT_S = 5.0
 SEND_BYTES = 1 << 16
-# vLLM closes an idle connection after 5 s; a request on one that is just being closed would look like a dead engine.
+# vLLM closes an idle connection after 5 s. A request on one that is just being closed would look like a dead engine.
 KEEP_ALIVE_S = 3.0
-# Of the engine, not of the request: another engine may do better.
 _ENGINE_FAILED = frozenset({500, 502, 503, 504})
-RANK_HEADER = headers_of.RANK
+LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
+"""What a leg raises when its engine is lost."""
 
 
 @asynccontextmanager
 async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
-    """A session that keeps nothing of anybody: what an engine says is passed on as it is, cookies and packing too."""
+    """A session that stores no cookies and unpacks nothing: an engine's answer is passed on as it is."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
     async with aiohttp.ClientSession(
@@ -37,13 +37,15 @@ async def open_session() -> AsyncIterator[aiohttp.ClientSession]:
         cookie_jar=aiohttp.DummyCookieJar(),
         auto_decompress=False,
         skip_auto_headers={"User-Agent"},
-        middlewares=(_as_it_is,),
+        middlewares=(_refuse_redirects,),
     ) as session:
         yield session
 
 
-async def _as_it_is(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-    """An engine that sends a client elsewhere is no engine: a prompt and its key go nowhere but where we chose."""
+async def _refuse_redirects(
+    request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
+) -> aiohttp.ClientResponse:
+    """A prompt and its key go only to the engine that was chosen."""
     request.headers[hdrs.ACCEPT_ENCODING] = "identity"
     answer = await handler(request)
     if 300 <= answer.status < 400 and answer.status != 304:
@@ -59,18 +61,8 @@ class RedirectedError(aiohttp.ClientError):
         super().__init__(f"it answered with a redirect ({status}), which is not followed")
 
 
-def forwarded(headers: Mapping[str, str]) -> CIMultiDict[str]:
-    """What of a client's headers goes to the engines."""
-    return headers_of.forwarded(headers)
-
-
-def returned(answer: aiohttp.ClientResponse) -> CIMultiDict[str]:
-    """What of an engine's headers goes to the client."""
-    return headers_of.returned(answer.headers)
-
-
 def engine_failed(status: int) -> bool:
-    """Whether a status is the engine's own trouble."""
+    """Whether a status tells of the engine, not of the request: another engine may do better."""
     return status in _ENGINE_FAILED
 
 
@@ -80,7 +72,7 @@ async def whole(answer: aiohttp.ClientResponse) -> Answer:
     Raises:
         aiohttp.ClientError: it broke off.
     """
-    return Answer(answer.status, await answer.read(), returned(answer))
+    return Answer(answer.status, await answer.read(), returned(answer.headers))
 
 
 def why(failure: BaseException) -> str:
@@ -94,8 +86,8 @@ def url_of(engine: Heartbeat, path: str) -> str:
 
 
 def rank_of(engine: Heartbeat) -> dict[str, str]:
-    """The header by which a request reaches this very engine, where several share a port."""
-    return {RANK_HEADER: str(engine.data_parallel_rank)} if engine.data_parallel else {}
+    """The header that names this engine's rank, where several share a port."""
+    return {RANK: str(engine.data_parallel_rank)} if engine.data_parallel else {}
 
 
 async def post(
@@ -113,7 +105,7 @@ async def post(
 def post_leg(
     session: aiohttp.ClientSession, engine: Heartbeat, path: str, leg: Any, headers: Mapping[str, str]
 ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-    """Post, and leave the reading to the caller. A large body goes out piece by piece, not in one go on the loop."""
+    """Post, and leave the reading to the caller."""
     content = Pieces(pieces(leg))
     sent = CIMultiDict(headers)
     sent.update(rank_of(engine))
@@ -122,7 +114,7 @@ def post_leg(
 
 
 class Pieces(aiohttp.Payload):
-    """A body in pieces, sent a little at a time, so that a large one neither is copied nor holds the loop."""
+    """A body in pieces. It is sent a little at a time: a large one is not copied, and does not hold the loop."""
 
     def __init__(self, parts: Sequence[Content | memoryview]) -> None:
         super().__init__(parts, content_type="application/json")
@@ -139,7 +131,3 @@ class Pieces(aiohttp.Payload):
         for part in self._parts:
             for at in range(0, len(part), SEND_BYTES):
                 await writer.write(part[at : at + SEND_BYTES])
-
-
-LOST = (aiohttp.ClientError, asyncio.TimeoutError, OSError)
-"""What a leg raises whose engine is lost."""

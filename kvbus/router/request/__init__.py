@@ -1,14 +1,14 @@
-"""One request's way: its two legs, the answer to its client, and who takes over when an engine is lost.
+"""One request: its two legs, the answer to its client, and which engine takes over when one is lost.
 
-What to do is decided by a pure machine, :class:`Flight`, and done by :class:`Serving`.
+A pure state machine, :class:`Failover`, decides; :class:`Serving` does what it says.
 """
 
 from __future__ import annotations
 
 from kvbus.router.request.apis import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
-from kvbus.router.request.failover import Flight
-from kvbus.router.request.job import Job
-from kvbus.router.request.legs import new_transfer_id
+from kvbus.router.request.failover import Failover
+from kvbus.router.request.job import Job, Resources
+from kvbus.router.request.leg_bodies import new_transfer_id
 from kvbus.router.request.reply import DECODE_HEADER, PREFILL_HEADER, TRANSFER_HEADER, UNBUFFERED
 from kvbus.router.request.serving import Serving
 
@@ -24,8 +24,9 @@ __all__ = [
     "UNBUFFERED",
     "Body",
     "Dialect",
-    "Flight",
+    "Failover",
     "Job",
+    "Resources",
     "Serving",
     "must_be_alone",
     "new_transfer_id",

@@ -20,11 +20,11 @@ class Dialect:
 
     Args:
         prompt: the field that holds the prompt.
-        limits: the fields that bound how many tokens are sampled; the first one is needed.
-        parameters: the field in which the sampling parameters are, empty if they stand in the body itself.
+        limits: the fields that bound how many tokens are sampled; the first one is required.
+        parameters: the field that holds the sampling parameters, empty if they are in the body itself.
         named_events: its streams have ``event:`` lines.
         ranked: vLLM sends its requests to the data parallel rank that a header names.
-        never: what the prefill leg must not ask for: it is the decode engine that does it.
+        never: what the prefill leg must not ask for, since the decode engine does it.
     """
 
     prompt: str
@@ -35,12 +35,12 @@ class Dialect:
     never: tuple[str, ...] = ()
 
     def parameters_of(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Where the sampling parameters are, if that can be read."""
+        """The sampling parameters; empty if they are no object."""
         found = body.get(self.parameters) if self.parameters else body
         return found if isinstance(found, dict) else {}
 
     def as_prompt(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The body with its prompt where the others have theirs."""
+        """The body with its prompt under ``messages`` or ``prompt``, as in the other APIs."""
         if self.prompt not in ("input", "token_ids"):
             return body
         prompt = body.get(self.prompt)
@@ -57,12 +57,12 @@ MESSAGES = Dialect("messages", named_events=True)
 GENERATE = Dialect("token_ids", parameters="sampling_params")
 
 
-def must_be_alone(body: Mapping[str, Any], dialect: Dialect = CHAT) -> bool:
-    """Whether only an engine that computes the prompt itself can answer.
+def must_be_alone(body: Mapping[str, Any], dialect: Dialect) -> bool:
+    """Whether only an engine that computes the prompt itself can answer this request.
 
-    With log probabilities of the prompt's own tokens; by a beam search, whose many inner requests are no transfers; or
-    what vLLM keeps in one engine: earlier responses, responses in the background, and turns with tools that it runs
-    itself.
+    So it is with log probabilities of the prompt's own tokens, with a beam search, whose many inner requests are no
+    transfers, and with what vLLM keeps in one engine: earlier responses, background responses, and turns with tools
+    that it runs itself.
     """
     parameters, logprobs = dialect.parameters_of(body), body.get("logprobs")
     return (
@@ -75,7 +75,7 @@ def must_be_alone(body: Mapping[str, Any], dialect: Dialect = CHAT) -> bool:
 
 def _is_kept_by_one(body: Mapping[str, Any]) -> bool:
     tools = body.get("tools")
-    theirs = (
+    run_by_vllm = any(
         tool.get("type") != "function" for tool in (tools if isinstance(tools, list) else ()) if type(tool) is dict
     )
-    return bool(body.get("background") or body.get("previous_response_id")) or any(theirs)
+    return bool(body.get("background") or body.get("previous_response_id")) or run_by_vllm

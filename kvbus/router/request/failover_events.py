@@ -1,4 +1,4 @@
-"""What :mod:`kvbus.router.request.failover` speaks: events in, effects out. Pure."""
+"""The events that :mod:`kvbus.router.request.failover` takes, and the effects that it returns. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SourceAnswered:
 
 @dataclass(frozen=True, slots=True)
 class SourceRefused:
-    """The prefill engine says that the request is wrong."""
+    """The prefill engine says that the request is invalid."""
 
     attempt: int
     answer: Answer
@@ -27,7 +27,7 @@ class SourceRefused:
 
 @dataclass(frozen=True, slots=True)
 class SourceLost:
-    """The prefill leg will not be done."""
+    """The prefill leg failed."""
 
     attempt: int
     why: str
@@ -43,7 +43,7 @@ class SinkAnswered:
 
 @dataclass(frozen=True, slots=True)
 class SinkLost:
-    """The decode leg ended without a token; ``answer`` if the engine still said something."""
+    """The decode leg failed without a token. ``answer``: the engine's error, if it sent one."""
 
     attempt: int
     why: str
@@ -52,7 +52,7 @@ class SinkLost:
 
 @dataclass(frozen=True, slots=True)
 class RebindAnswered:
-    """The decode engine's word on ``attempt``; ``refused`` is why not."""
+    """The decode engine answered the rebind to ``attempt``. ``refused``: why it stays as it is; empty if it agrees."""
 
     attempt: int
     refused: str
@@ -60,6 +60,8 @@ class RebindAnswered:
 
 @dataclass(frozen=True, slots=True)
 class EngineLeft:
+    """The engine left the bus."""
+
     engine: str
     incarnation: int
     why: str
@@ -67,7 +69,7 @@ class EngineLeft:
 
 @dataclass(frozen=True, slots=True)
 class TransferLost:
-    """A prefill engine that lives says on the bus that decode will not get its KV under ``attempt``.
+    """A live prefill engine says on the bus that decode will not get its KV under ``attempt``.
 
     ``kept``: it has the KV, and keeps it for another attempt.
     """
@@ -80,12 +82,12 @@ class TransferLost:
 
 @dataclass(frozen=True, slots=True)
 class VerdictDue:
-    """The decode engine had its time to refuse in its own words what the prefill engine refused."""
+    """The decode engine had enough time to refuse in its own words what the prefill engine refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClientLeft:
-    """Or the answer broke off: nobody takes what is still to come."""
+    """Or the answer broke off. Nobody takes the rest."""
 
 
 Event = (
@@ -113,7 +115,7 @@ class SendPrefill:
 
 @dataclass(frozen=True, slots=True)
 class SendDecode:
-    """In place of any decode leg before. Without a source, ``sink`` gets the client's request as it is."""
+    """Replaces an earlier decode leg. Without a source, ``sink`` gets the client's request as it is."""
 
     sink: Heartbeat
     source: Heartbeat | None
@@ -123,7 +125,7 @@ class SendDecode:
 
 @dataclass(frozen=True, slots=True)
 class AskRebind:
-    """In place of any question before. Without a source, ``sink`` shall wait no longer."""
+    """Replaces an earlier rebind. Without a source, ``sink`` shall wait no longer."""
 
     sink: Heartbeat
     source: Heartbeat | None
@@ -141,12 +143,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class AwaitVerdict:
-    """Apply :class:`VerdictDue` in a moment."""
+    """Apply :class:`VerdictDue` after a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class TookOver:
-    """To count and to log. ``kind`` is the role of the engine that was lost; decode may take over from prefill."""
+    """To be counted and logged. ``kind``: the role of the lost engine. A decode engine may take over from prefill."""
 
     kind: str
     lost: str

@@ -1,19 +1,41 @@
-"""A client's request as the router works on it."""
+"""A client's request as the router works on it, and what all requests of one router use."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import aiohttp
+
+from kvbus.bus import Node
+from kvbus.router.fleet import Fleet
+from kvbus.router.metrics import Meters
 from kvbus.router.request.apis import Body, Dialect
+from kvbus.router.settings import Settings
 from kvbus.trace import MarkName, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Read and found good. ``tokens`` of its prompts, about; ``arrived_at`` in seconds, monotonic.
+class Resources:
+    """What all requests of one router use. ``session``: the HTTP session with the engines."""
 
-    ``traceparent`` is what its legs carry, empty if there is none; ``trace`` is None if it is not sampled.
+    node: Node
+    session: aiohttp.ClientSession
+    fleet: Fleet
+    meters: Meters
+    settings: Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request that was read and found valid.
+
+    Args:
+        headers: the client's, as they go to the engines.
+        traceparent: what the legs carry, empty if there is none.
+        tokens: about how many its prompts have.
+        arrived_at: seconds, monotonic.
+        trace: None if the request is not sampled.
     """
 
     path: str
@@ -24,7 +46,7 @@ class Job:
     traceparent: str
     tokens: int
     arrived_at: float
-    trace: Trace | None = None
+    trace: Trace | None
 
     @property
     def streams(self) -> bool:

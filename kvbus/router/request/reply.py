@@ -1,6 +1,6 @@
-"""What the client of one request gets: a whole answer, or a stream, which may be opened before there is anything in it.
+"""What the client of one request gets: a whole answer, or a stream, which may be opened before its first token.
 
-The one rule: a status goes out once. What goes wrong behind it is an event in the stream.
+The one rule: a status goes out once. What goes wrong afterwards is an event in the stream.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from aiohttp import web
 from multidict import CIMultiDict
 
-from kvbus.router.http import Answer, error_event, upstream
+from kvbus.router.http import Answer, error_event, returned
 from kvbus.router.metrics import Meters
 from kvbus.router.request.job import Job
 from kvbus.router.request.streaming import Stream
@@ -22,7 +22,7 @@ PREFILL_HEADER = "X-KVBus-Prefill"
 DECODE_HEADER = "X-KVBus-Decode"
 ATTEMPT_HEADER = "X-KVBus-Attempt"
 UNBUFFERED = {"X-Accel-Buffering": "no", "Cache-Control": "no-cache"}
-"""Asks proxies between us and the client to pass a stream on as it comes."""
+"""Asks proxies between the router and the client to pass a stream on as it comes."""
 WAITING, WAITING_S = b": waiting\n\n", 15.0
 
 
@@ -30,7 +30,7 @@ class Reply:
     """See the module's docstring. Used by one task.
 
     Args:
-        request: the client's; its going away raises what aiohttp raises.
+        request: the client's; if the client leaves, methods raise what aiohttp raises.
     """
 
     def __init__(self, request: web.Request, job: Job, meters: Meters) -> None:
@@ -39,36 +39,36 @@ class Reply:
 
     @property
     def patience_s(self) -> float | None:
-        """After so long without news call :meth:`wait`."""
+        """After so long without an event call :meth:`keep_alive`."""
         return WAITING_S if self._job.streams else None
 
-    async def wait(self) -> None:
-        """Send a comment, so that no proxy takes the stream for dead. Which engines serve it may still change, so the
-        headers do not say."""
+    async def keep_alive(self) -> None:
+        """Send a comment, so that no proxy takes the stream for dead. The headers do not name the engines, which may
+        still change."""
         response = await self._open(200, {"Content-Type": "text/event-stream"})
         await response.write(WAITING)
 
-    async def whole(self, answer: Answer, marks: Mapping[str, str]) -> web.StreamResponse:
-        """Send an answer as it is; into an open stream, as an event."""
+    async def whole(self, answer: Answer, route: Mapping[str, str]) -> web.StreamResponse:
+        """Send an answer as it is; in a stream that is open already, as an event."""
         if answer.status < 400:
             self._job.mark(MarkName.FIRST_TOKEN, note=WHOLE)
         if self._opened is not None:
             response = await self.fail(b" ".join(answer.body.splitlines()))
         else:
             headers = CIMultiDict(answer.headers)
-            headers.update(marks)
+            headers.update(route)
             response = web.Response(status=answer.status, body=answer.body, headers=headers)
         self._meters.answered(answer.status, time.monotonic() - self._job.arrived_at)
         return response
 
-    async def pass_on(self, stream: Stream, marks: Mapping[str, str]) -> web.StreamResponse:
+    async def pass_on(self, stream: Stream, route: Mapping[str, str]) -> web.StreamResponse:
         """Send a stream as it comes.
 
         Raises:
-            StreamBrokenError: its engine was lost; the client waits for :meth:`fail`.
+            StreamBrokenError: the engine was lost; :meth:`fail` must end the stream.
         """
-        headers = upstream.returned(stream.answer)
-        headers.update(marks)
+        headers = returned(stream.answer.headers)
+        headers.update(route)
         self._meters.began(time.monotonic() - self._job.arrived_at)
         response, before = await self._open(stream.answer.status, headers), 0.0
         async for chunk in stream:
@@ -80,7 +80,7 @@ class Reply:
                 self._job.mark(MarkName.FIRST_TOKEN)
             before = now
         await response.write_eof()
-        self._meters.answered(stream.answer.status)  # not before: a client that leaves just now is counted as such
+        self._meters.answered(stream.answer.status)  # not earlier: the client may leave until here
         return response
 
     async def fail(self, body: bytes) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""An engine's stream of events: waits for its first token, then gives out what comes, whole events at a time."""
+"""A decode engine's stream of events: waits for the first token, then yields what comes, whole events at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import aiohttp
 
 from kvbus.router.http import Failure, Nothing, Token, look, upstream, whole_events
 
-SILENCE_S = 5.0  # of an engine that has left the bus in the middle of its answer: it may have lost the bus only
+SILENCE_S = 5.0  # how long an engine that left the bus in the middle of its answer may be silent
 
 
 class StreamBrokenError(Exception):
@@ -30,7 +30,7 @@ class Stream:
         self._patience: asyncio.Timeout | None = None
 
     async def begin(self) -> Nothing | Token | Failure:
-        """Wait for the first token; what came until then is given out later.
+        """Wait for the first token. What comes until then is yielded later.
 
         Raises:
             aiohttp.ClientError: the engine is lost.
@@ -43,13 +43,13 @@ class Stream:
                 return found
 
     def doubt(self) -> None:
-        """The engine has left the bus: from now on it must not be silent for long."""
+        """The engine left the bus. It may have lost only the bus, but from now on it must not be silent for long."""
         self._doubtful = True
         if self._patience is not None:
             self._patience.reschedule(asyncio.get_running_loop().time() + SILENCE_S)
 
     def trust(self) -> None:
-        """It is there again: it may take its time."""
+        """The engine is on the bus again: it may be silent."""
         self._doubtful = False
         if self._patience is not None:
             self._patience.reschedule(None)

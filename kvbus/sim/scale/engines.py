@@ -20,7 +20,7 @@ from kvbus.sim.realtime_runtime import RealTimeRuntime
 from kvbus.sim.scale.engine_api import EngineApi
 from kvbus.sim.scale.process import MODEL, run_process, write_json
 from kvbus.sim.socket_fabric import SocketFabric
-from kvbus.sim.timing import Timing, make_timing
+from kvbus.sim.timing import Timing
 from kvbus.sim.world import World
 from kvbus.wire import Heartbeat, Role, State
 
@@ -50,8 +50,8 @@ class GroupPlan:
 def production_timing(work: float) -> Timing:
     """Heartbeats, death and block leases as engines have them by default; a short prompt is computed in a few ms."""
     config = Config(nats_url="nats://127.0.0.1")
-    return replace(
-        make_timing(wait=1.0, work=work, lead_s=0.0, settle_s=0.0),
+    return Timing(
+        work=work,
         heartbeat_s=config.heartbeat_interval_s,
         dead_after_s=config.dead_after_s,
         block_lease_s=config.block_lease_s,

@@ -1,8 +1,8 @@
-"""A request's JSON object, looked at rather than parsed: a long prompt is found, passed on, and never taken apart.
+"""A request's JSON object, parsed only as far as the router needs it: a long prompt is found and passed on unparsed.
 
-Parsing 30 MB holds an event loop for seconds, and taking it to pieces and putting it together again changes it. So only
-the members of the object are found; short ones are parsed, long ones stay :class:`Raw`, the bytes that the client sent.
-What is wrong in those the engine says, which parses them anyway.
+To parse 30 MB holds an event loop for seconds, and to encode it again changes it. So only the members of the object are
+found. Short ones are parsed; long ones stay :class:`Raw`, the bytes that the client sent. The engine parses those
+anyway, and says what is wrong in them.
 
 The one rule: no step here holds the loop for longer than :data:`SLICE_BYTES`, or :data:`MARKS`, take.
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 SHORT_BYTES = 1 << 16
 SLICE_BYTES = 1 << 19
-MARKS = 1 << 13  # brackets and quotes: as many take a few ms
+MARKS = 1 << 13  # brackets and quotes; so many take a few ms
 MAX_DEPTH = 512
 _SPACE = re.compile(rb"[ \t\n\r]*")
 _STRUCTURE = re.compile(rb'["\[\]{}]')
@@ -29,24 +29,23 @@ _BACKSLASH = ord("\\")
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """A long JSON value as it came. ``children``: how many strings, arrays and objects an array holds."""
+    """A long JSON value as the client sent it. ``children``: how many strings, arrays and objects an array holds."""
 
     raw: memoryview
     children: int = 0
 
     @property
     def head(self) -> bytes:
-        """Its first bytes."""
         return bytes(self.raw[:SHORT_BYTES])
 
     @property
     def begins(self) -> bytes:
-        """Its first two characters that are no space: what kind of value it is, and of what."""
+        """Its first two characters without spaces: the kind of the value, and of its first element."""
         return re.sub(rb"[ \t\n\r]", b"", self.head[:64])[:2]
 
     @property
     def items(self) -> int:
-        """About how many numbers an array of numbers holds, as its head has them."""
+        """About how many numbers an array of numbers holds, estimated from its head."""
         head = self.head
         return 1 + head.count(b",") * len(self.raw) // len(head)
 
@@ -58,7 +57,8 @@ async def members(content: Content) -> dict[str, Any]:
     """The members of the JSON object ``content``.
 
     Raises:
-        ValueError: it is none, as far as that was looked at.
+        ValueError: it is not JSON, as far as it was read.
+        TypeError: it is JSON, but no object.
     """
     if len(content) <= SHORT_BYTES:
         found = json.loads(content)
@@ -88,13 +88,12 @@ async def members(content: Content) -> dict[str, Any]:
 
 
 def pieces(body: Mapping[str, Any]) -> list[Content | memoryview]:
-    """The inverse of :func:`members`: a JSON object in pieces, its long values as they came. Nothing is copied."""
-    parts: list[Content | memoryview] = [b"{"]
+    """The inverse of :func:`members`: a JSON object in pieces, its long values as the client sent them, not copied."""
+    parts: list[Content | memoryview] = []
     for name, value in body.items():
-        parts += [json.dumps(name).encode(), b":", value.raw if isinstance(value, Raw) else json.dumps(value).encode()]
-        parts.append(b",")
-    parts[-1 if body else len(parts) :] = [b"}"]
-    return parts
+        parts += [b"," if parts else b"{", json.dumps(name).encode(), b":"]
+        parts.append(value.raw if isinstance(value, Raw) else json.dumps(value).encode())
+    return [*(parts or [b"{"]), b"}"]
 
 
 def _skip(content: Content, at: int) -> int:
@@ -110,9 +109,9 @@ def _expect(content: Content, at: int, what: bytes) -> int:
 
 async def _end_of_string(content: Content, at: int) -> int:
     """Past the closing quote of the string that begins at ``at``."""
-    close, looked = at, 0
+    close, marks = at, 0
     while True:
-        close, looked = content.find(b'"', close + 1), looked + 1
+        close, marks = content.find(b'"', close + 1), marks + 1
         if close < 0:
             raise ValueError(f"the text that begins at byte {at} does not end")
         escapes = 0
@@ -120,7 +119,7 @@ async def _end_of_string(content: Content, at: int) -> int:
             escapes += 1
         if escapes % 2 == 0:
             return close + 1
-        if looked % MARKS == 0:
+        if marks % MARKS == 0:
             await asyncio.sleep(0)
 
 
@@ -133,15 +132,14 @@ async def _end_of_value(content: Content, at: int) -> tuple[int, int]:
         if scalar is None:
             raise ValueError(f"a value is missing at byte {at}")
         return scalar.end(), 0
-    depth, children, pause_at = 0, 0, at + SLICE_BYTES
-    looked = 0
+    depth, children, marks, pause_at = 0, 0, 0, at + SLICE_BYTES
     while True:
         found = _STRUCTURE.search(content, at, pause_at)
-        looked += 1
-        if found is None or looked > MARKS:
+        marks += 1
+        if found is None or marks > MARKS:
             if found is None and pause_at >= len(content):
-                raise ValueError(f"it ends before {'all its brackets are' if depth else 'a value is'} closed")
-            at, looked = (pause_at if found is None else found.start()), 0
+                raise ValueError("it ends before all its brackets are closed")
+            at, marks = (pause_at if found is None else found.start()), 0
             pause_at = at + SLICE_BYTES
             await asyncio.sleep(0)
             continue
@@ -149,7 +147,7 @@ async def _end_of_value(content: Content, at: int) -> tuple[int, int]:
         if mark == b'"':
             children += depth == 1
             close = content.find(b'"', at)
-            # Nearly every text ends at the next quote; a call for each of a million would cost more than the rest.
+            # Nearly every string ends at the next quote. A call for each of a million would cost more than the rest.
             plain = close > 0 and content[close - 1] != _BACKSLASH
             at = close + 1 if plain else await _end_of_string(content, at - 1)
         elif mark in _OPEN:

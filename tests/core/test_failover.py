@@ -12,7 +12,7 @@ import pytest
 from kvbus.router.fleet import Key, key_of
 from kvbus.router.fleet.policy import fit
 from kvbus.router.http import Answer
-from kvbus.router.request import Flight
+from kvbus.router.request import Failover
 from kvbus.router.request.failover_events import (
     AskRebind,
     AwaitVerdict,
@@ -72,57 +72,57 @@ ALL = Engines(P, Q, R, D, E, F)
 PAIR = Engines(P, D)
 
 
-def begun(engines: Engines = ALL, **limits: int) -> Flight:
-    flight = Flight(P, D, **limits)
+def begun(engines: Engines = ALL, **limits: int) -> Failover:
+    failover = Failover(P, D, **{"max_takeovers": 3, **limits}, takeover_s=5.0)
     waits_s = 5.0 if engines is ALL else 0.0
-    assert flight.begin(engines) == [SendPrefill(P, 1), SendDecode(D, P, 1, waits_s)]
-    return flight
+    assert failover.begin(engines) == [SendPrefill(P, 1), SendDecode(D, P, 1, waits_s)]
+    return failover
 
 
 def test_nothing_is_lost() -> None:
-    flight = begun()
-    assert flight.apply(SourceAnswered(1), ALL) == []
-    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
-    assert flight.over
+    failover = begun()
+    assert failover.apply(SourceAnswered(1), ALL) == []
+    assert failover.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
+    assert failover.over
     for late in (SinkLost(1, "x"), SourceLost(1, "x"), EngineLeft("D", 1, "x"), VerdictDue()):
-        assert flight.apply(late, ALL) == [], "nothing is sent twice once a token is out"
+        assert failover.apply(late, ALL) == [], "nothing is sent twice once a token is out"
 
 
 @pytest.mark.parametrize("how", ["refused", "left"])
 def test_a_lost_prefill_engine_is_replaced_when_decode_agrees(how: str) -> None:
-    flight = begun()
+    failover = begun()
     lost: Event = SourceLost(1, "gone") if how == "refused" else EngineLeft("P", 1, "gone")
-    assert flight.apply(lost, ALL) == [
+    assert failover.apply(lost, ALL) == [
         Release(P, D, 1),
         AskRebind(D, Q, 2),
     ]
-    assert flight.apply(lost, ALL) == [], "both may be said"
-    assert flight.apply(RebindAnswered(1, ""), ALL) == []
-    assert flight.apply(RebindAnswered(2, ""), ALL) == [
+    assert failover.apply(lost, ALL) == [], "both may be said"
+    assert failover.apply(RebindAnswered(1, ""), ALL) == []
+    assert failover.apply(RebindAnswered(2, ""), ALL) == [
         TookOver("prefill", "P", "Q", 2, "gone"),
         SendPrefill(Q, 2),
     ]
-    assert flight.apply(SourceAnswered(2), ALL) == []
-    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
+    assert failover.apply(SourceAnswered(2), ALL) == []
+    assert failover.apply(SinkAnswered(1, 200), ALL) == [PassOn()], "the decode leg is the first one still"
 
 
 def test_a_prefill_engine_that_lives_may_say_itself_that_there_will_be_no_kv() -> None:
-    flight = begun()
-    flight.apply(SourceAnswered(1), ALL)
+    failover = begun()
+    failover.apply(SourceAnswered(1), ALL)
     for other in (TransferLost("Q", 1, "x"), TransferLost("P", 2, "x")):
-        assert flight.apply(other, ALL) == []
-    assert AskRebind(D, Q, 2) in flight.apply(TransferLost("P", 1, "the WRITE failed"), ALL)
-    assert flight.apply(TransferLost("P", 1, "of the other rank"), ALL) == []
+        assert failover.apply(other, ALL) == []
+    assert AskRebind(D, Q, 2) in failover.apply(TransferLost("P", 1, "the WRITE failed"), ALL)
+    assert failover.apply(TransferLost("P", 1, "of the other rank"), ALL) == []
 
 
 @pytest.mark.parametrize("engines", [ALL, Engines(P, D, E)], ids=["others", "no other prefill"])
 def test_a_write_that_failed_with_its_decode_engine_loses_no_kv(engines: Engines) -> None:
     """Prefill says first that the WRITE failed, and only then one learns that it was decode's end."""
-    flight = Flight(P, D)
-    flight.begin(engines)
-    flight.apply(SourceAnswered(1), engines)
-    assert not any(isinstance(each, Release) for each in flight.apply(TransferLost("P", 1, "disconnected"), engines))
-    effects = flight.apply(EngineLeft("D", 1, "silent"), engines)
+    failover = Failover(P, D, 3, 5.0)
+    failover.begin(engines)
+    failover.apply(SourceAnswered(1), engines)
+    assert not any(isinstance(each, Release) for each in failover.apply(TransferLost("P", 1, "disconnected"), engines))
+    effects = failover.apply(EngineLeft("D", 1, "silent"), engines)
     assert [type(each) for each in effects] == [TookOver, SendDecode], "no second prefill"
     assert isinstance(effects[1], SendDecode)
     assert (effects[1].sink, effects[1].source) == (E, P)
@@ -140,82 +140,82 @@ def test_the_same_when_the_bus_is_faster_than_the_answer_to_the_prefill_leg() ->
 
 
 def test_a_decode_engine_that_nobody_can_take_over_from_is_not_given_up_for_its_silence() -> None:
-    flight = begun(PAIR)
-    assert flight.apply(EngineLeft("D", 1, "silent"), PAIR) == []
-    assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
+    failover = begun(PAIR)
+    assert failover.apply(EngineLeft("D", 1, "silent"), PAIR) == []
+    assert failover.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
 
 
 def test_where_decode_has_the_kv_nothing_more_is_done() -> None:
-    flight = begun()
-    flight.apply(SourceAnswered(1), ALL)
-    assert AskRebind(D, Q, 2) in flight.apply(EngineLeft("P", 1, "gone"), ALL)
-    assert flight.apply(RebindAnswered(2, "its KV is here"), ALL) == []
-    assert flight.source is None
-    assert flight.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
+    failover = begun()
+    failover.apply(SourceAnswered(1), ALL)
+    assert AskRebind(D, Q, 2) in failover.apply(EngineLeft("P", 1, "gone"), ALL)
+    assert failover.apply(RebindAnswered(2, "its KV is here"), ALL) == []
+    assert failover.source is None
+    assert failover.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
 
 
 def test_without_another_prefill_engine_decode_computes_it() -> None:
-    flight = begun(PAIR)
-    assert flight.apply(SourceLost(1, "gone"), PAIR) == [
+    failover = begun(PAIR)
+    assert failover.apply(SourceLost(1, "gone"), PAIR) == [
         Release(P, D, 1),
         TookOver("prefill", "P", "D", 1, "gone"),
         AskRebind(D, None, 2),
     ], "it may be acknowledged, and wait for one that lives and will not do it"
-    assert flight.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
+    assert failover.apply(SinkAnswered(1, 200), PAIR) == [PassOn()]
 
 
 def test_a_decode_engine_that_waits_in_vain_is_told() -> None:
-    flight = begun()
-    assert flight.apply(SourceLost(1, "gone"), PAIR) == [
+    failover = begun()
+    assert failover.apply(SourceLost(1, "gone"), PAIR) == [
         Release(P, D, 1),
         TookOver("prefill", "P", "D", 1, "gone"),
         AskRebind(D, None, 2),
     ]
-    assert flight.apply(RebindAnswered(2, ""), PAIR) == []
+    assert failover.apply(RebindAnswered(2, ""), PAIR) == []
 
 
 def test_the_next_prefill_engine_may_be_lost_too_before_decode_has_agreed() -> None:
-    flight = begun()
-    flight.apply(SourceLost(1, "gone"), ALL)
-    assert AskRebind(D, R, 3) in flight.apply(EngineLeft("Q", 1, "gone"), ALL)
-    assert flight.apply(RebindAnswered(2, ""), ALL) == []
-    assert SendPrefill(R, 3) in flight.apply(RebindAnswered(3, ""), ALL)
+    failover = begun()
+    failover.apply(SourceLost(1, "gone"), ALL)
+    assert AskRebind(D, R, 3) in failover.apply(EngineLeft("Q", 1, "gone"), ALL)
+    assert failover.apply(RebindAnswered(2, ""), ALL) == []
+    assert SendPrefill(R, 3) in failover.apply(RebindAnswered(3, ""), ALL)
 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_lost_decode_engine_is_replaced_without_a_second_prefill(done: bool) -> None:
-    flight = begun()
+    failover = begun()
     if done:
-        flight.apply(SourceAnswered(1), ALL)
+        failover.apply(SourceAnswered(1), ALL)
     waits_s = 0.0 if done else 5.0
-    assert flight.apply(SinkLost(1, "reset"), ALL) == [
+    assert failover.apply(SinkLost(1, "reset"), ALL) == [
         TookOver("decode", "D", "E", 2, "reset"),
         SendDecode(E, P, 2, waits_s),
     ]
-    assert flight.apply(SinkAnswered(1, 200), ALL) == [], "of the old leg"
-    assert flight.apply(SourceAnswered(1), ALL) == [], "of the only prefill leg"
-    assert flight.apply(ClientLeft(), ALL) == [Release(P, E, 2)], "the right attempt is named"
+    assert failover.apply(SinkAnswered(1, 200), ALL) == [], "of the old leg"
+    assert failover.apply(SourceAnswered(1), ALL) == [], "of the only prefill leg"
+    assert failover.apply(ClientLeft(), ALL) == [Release(P, E, 2)], "the right attempt is named"
 
 
 def test_both_are_lost() -> None:
-    flight = begun()
-    flight.apply(SourceLost(1, "gone"), ALL)
-    assert flight.apply(EngineLeft("D", 1, "gone"), ALL) == [
+    failover = begun()
+    failover.apply(SourceLost(1, "gone"), ALL)
+    assert failover.apply(EngineLeft("D", 1, "gone"), ALL) == [
         TookOver("decode", "D", "E", 3, "gone"),
         SendPrefill(Q, 3),
         SendDecode(E, Q, 3, 5.0),
     ]
-    assert flight.apply(RebindAnswered(2, ""), ALL) == []
-    assert flight.apply(SourceAnswered(3), ALL) == []
-    assert flight.apply(SinkAnswered(3, 200), ALL) == [PassOn()]
+    assert failover.apply(RebindAnswered(2, ""), ALL) == []
+    assert failover.apply(SourceAnswered(3), ALL) == []
+    assert failover.apply(SinkAnswered(3, 200), ALL) == [PassOn()]
 
 
 def test_a_decode_engine_that_does_not_fit_this_prefill_engine_gets_another_one() -> None:
     other_q, other_e = (replace(each, compat=(("dtype", "b"),)) for each in (Q, E))
     engines = Engines(P, other_q, D, other_e)
-    flight = Flight(P, D)
-    flight.begin(engines)
-    assert flight.apply(SinkLost(1, "gone"), engines) == [
+    failover = Failover(P, D, 3, 5.0)
+    failover.begin(engines)
+    assert failover.apply(SinkLost(1, "gone"), engines) == [
         Release(P, D, 1),
         TookOver("decode", "D", "E", 2, "gone"),
         SendPrefill(other_q, 2),
@@ -224,10 +224,10 @@ def test_a_decode_engine_that_does_not_fit_this_prefill_engine_gets_another_one(
 
 
 def test_the_number_of_takeovers_is_bounded() -> None:
-    flight = begun(max_takeovers=2)
-    assert SendDecode(E, P, 2, 5.0) in flight.apply(SinkLost(1, "a"), ALL)
-    assert SendDecode(F, P, 3, 5.0) in flight.apply(SinkLost(2, "b"), ALL)
-    assert flight.apply(SinkLost(3, "c"), Engines(*ALL.engines, replace(D, engine="G"))) == [
+    failover = begun(max_takeovers=2)
+    assert SendDecode(E, P, 2, 5.0) in failover.apply(SinkLost(1, "a"), ALL)
+    assert SendDecode(F, P, 3, 5.0) in failover.apply(SinkLost(2, "b"), ALL)
+    assert failover.apply(SinkLost(3, "c"), Engines(*ALL.engines, replace(D, engine="G"))) == [
         Release(P, F, 3),
         Fail("F", "c"),
     ]
@@ -240,14 +240,14 @@ def test_the_last_decode_engines_own_words_reach_the_client() -> None:
 
 def test_what_prefill_refuses_decode_may_refuse_in_its_own_words() -> None:
     """H4."""
-    flight = begun()
-    assert flight.apply(SourceRefused(1, NO), ALL) == [AwaitVerdict()]
-    assert flight.apply(SinkAnswered(1, 400), ALL) == [Release(P, D, 1), PassOn()]
+    failover = begun()
+    assert failover.apply(SourceRefused(1, NO), ALL) == [AwaitVerdict()]
+    assert failover.apply(SinkAnswered(1, 400), ALL) == [Release(P, D, 1), PassOn()]
     for event in (VerdictDue(), SinkLost(1, "reset")):
-        flight = begun()
-        flight.apply(SourceRefused(1, NO), ALL)
-        assert flight.apply(event, ALL) == [Release(P, D, 1), Refuse(NO)]
-        assert flight.apply(SinkAnswered(1, 200), ALL) == []
+        failover = begun()
+        failover.apply(SourceRefused(1, NO), ALL)
+        assert failover.apply(event, ALL) == [Release(P, D, 1), Refuse(NO)]
+        assert failover.apply(SinkAnswered(1, 200), ALL) == []
 
 
 def test_what_decode_refuses_is_released() -> None:
@@ -277,12 +277,12 @@ def walks() -> Iterator[list[Event]]:
 def test_whatever_happens_in_whatever_order() -> None:
     """Attempts rise, no decode leg is sent once one was passed on, the bound holds, and there is one outcome."""
     for events in walks():
-        flight = Flight(P, D)
-        effects: list[Effect] = flight.begin(ALL)
+        failover = Failover(P, D, 3, 5.0)
+        effects: list[Effect] = failover.begin(ALL)
         for event in events:
-            effects += flight.apply(event, ALL)
+            effects += failover.apply(event, ALL)
         outcomes = [each for each in effects if isinstance(each, PassOn | Refuse | Fail)]
-        assert len(outcomes) == flight.over
+        assert len(outcomes) == failover.over
         if outcomes:
             assert effects[-1] is outcomes[0]
         attempts = [each.attempt for each in effects if isinstance(each, SendDecode)]

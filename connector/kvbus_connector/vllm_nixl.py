@@ -1,0 +1,168 @@
+"""What kvbus uses of vLLM's own NIXL connector, and what must be so before it can be used.
+
+Registering caches, descriptor lists, heterogeneous TP, MLA and hybrid groups are vLLM's. Every internal of vLLM that
+is used here or in :mod:`.nixl_plane` stands in :data:`INTERNALS`. Left out is all of upstream's coordination: its side
+channel, its notifications' meaning, its leases, its threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl import base_worker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import NixlBaseConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
+from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.platforms import current_platform
+
+from kvbus.errors import ConfigError
+
+from .backends import check_backends
+from .compat import check_internals
+
+logger = logging.getLogger(__name__)
+
+INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
+    "mamba_utils": (mamba_utils, ("get_conv_state_layout",)),
+    "NixlBaseConnectorWorker": (
+        NixlBaseConnectorWorker,
+        (
+            "register_kv_caches",
+            "add_remote_agent",
+            "_cleanup_remote_engine",
+            "_logical_to_kernel_block_ids",
+            "shutdown",
+        ),
+    ),
+    "NixlPushConnectorWorker": (NixlPushConnectorWorker, ("_xfer_blocks_for_req", "_xfer_blocks")),
+    "NixlBaseConnectorScheduler": (
+        NixlBaseConnectorScheduler,
+        ("get_exchange_clipped_blocks", "_get_remote_prefill_token_count", "_truncate_request_for_prefill"),
+    ),
+}
+
+
+def current_device() -> Any:
+    """The accelerator of the calling thread, None on CPU."""
+    if current_platform.device_type == "cpu":
+        return None
+    return torch.device(current_platform.device_type, torch.accelerator.current_device_index())
+
+
+def check_upstream() -> None:
+    """Raise VllmMismatchError if the installed vLLM lacks what kvbus uses."""
+    check_internals(vllm.__version__, INTERNALS)
+
+
+def check_state_layout(kv_cache_config: Any) -> None:
+    """Raise ConfigError if this model has states of convolutions in a layout that NIXL's WRITEs cannot cut by rank."""
+    if not kv_cache_config.has_mamba_layers:
+        return
+    layout = mamba_utils.get_conv_state_layout()
+    if layout != "DS":
+        raise ConfigError("VLLM_SSM_CONV_STATE_LAYOUT", layout, "DS in the environment, for a model with Mamba layers")
+    logger.info("kvbus: the states of Mamba layers lie in the layout that NIXL needs: VLLM_SSM_CONV_STATE_LAYOUT=DS")
+
+
+def _backends(vllm_config: Any) -> list[str]:
+    return list(vllm_config.kv_transfer_config.kv_connector_extra_config.get("backends", ["UCX"]))
+
+
+def prepare_nixl(vllm_config: Any) -> None:
+    """What must be done before the first agent is made.
+
+    Raises:
+        ConfigError: NIXL cannot load a backend. Its own error is a ``NIXL_ERR_NOT_FOUND`` without a name.
+    """
+    _load_system_libnl()
+    bindings = importlib.import_module(base_worker.NixlWrapper.__module__).nixlBind
+    nixl = bindings.nixlAgent("kvbus-check", bindings.nixlAgentConfig())
+
+    def loads(name: str) -> bool:
+        try:
+            nixl.getPluginParams(name)
+        except Exception:  # noqa: BLE001 - NIXL's errors have no common base
+            return False
+        return True
+
+    package = Path(bindings.__file__).parent
+    folders = [Path(os.environ["NIXL_PLUGIN_DIR"])] if "NIXL_PLUGIN_DIR" in os.environ else []
+    folders.append(package.parent / f".{package.name}.mesonpy.libs" / "plugins")
+    check_backends(_backends(vllm_config), nixl.getAvailPlugins(), loads, folders)
+
+
+def _load_system_libnl() -> None:
+    """Load the system's libnl before NIXL brings its own.
+
+    With RDMA packages installed, UCX loads the system's libibverbs and libnl into a scope where NIXL's own copies come
+    first: the system's libnl-route registers itself with the wrong libnl, and the process ends with a segmentation
+    fault. Loaded before, it binds to its own.
+    """
+    with contextlib.suppress(OSError):  # it is not installed, and nothing can be mixed up
+        ctypes.CDLL("libnl-route-3.so.200")
+
+
+class UpstreamBlockRules:
+    """What vLLM's NIXL connector knows of a model's blocks: see :class:`.block_rules.BlockRules`."""
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        self._upstream = NixlBaseConnectorScheduler(vllm_config, engine_id, kv_cache_config)
+
+    def clip(self, block_ids: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+        clipped: Sequence[Sequence[int]] = self._upstream.get_exchange_clipped_blocks(block_ids)
+        return clipped
+
+    def external_tokens(self, prompt_tokens: int) -> int:
+        return int(self._upstream._get_remote_prefill_token_count(prompt_tokens))
+
+    def truncate(self, request: Any) -> None:
+        self._upstream._truncate_request_for_prefill(request)
+
+
+class UpstreamWorker(NixlPushConnectorWorker):  # type: ignore[misc]
+    """Upstream's worker without its writer thread.
+
+    Attributes:
+        posted: the handles of the job that is being posted: upstream forgets them if a later rank's WRITE raises.
+    """
+
+    def __init__(self, vllm_config: Any, engine_id: str, kv_cache_config: Any) -> None:
+        self.posted: list[Any] = []
+        with _quiet_agent(vllm_config):
+            super().__init__(vllm_config, engine_id, kv_cache_config)
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        NixlBaseConnectorWorker.register_kv_caches(self, kv_caches)
+
+    def _xfer_blocks(self, *args: Any, **kwargs: Any) -> Any:
+        handle = super()._xfer_blocks(*args, **kwargs)
+        if handle is not None:
+            self.posted.append(handle)
+        return handle
+
+
+@contextlib.contextmanager
+def _quiet_agent(vllm_config: Any) -> Iterator[None]:
+    """Let upstream's constructor make an agent without a progress thread and without worker threads."""
+    make_config = base_worker.nixl_agent_config
+    backends = _backends(vllm_config)
+
+    def quiet(**_: Any) -> Any:
+        return make_config(enable_prog_thread=False, backends=backends, capture_telemetry=True)
+
+    base_worker.nixl_agent_config = quiet
+    try:
+        yield
+    finally:
+        base_worker.nixl_agent_config = make_config
