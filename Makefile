@@ -4,9 +4,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvbus-setup
 
+QUICK_TESTS := $(BIN)/pytest -n logical --maxprocesses 4 -m "not e2e and not slow"
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help cluster setup demo test test-fast check hooks docs matrix lint types format bench soak clean
+.PHONY: help cluster setup demo test test-fast check hooks coverage mutants docs matrix lint types format bench soak clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,12 +28,19 @@ test: setup ## the whole test suite, real engines included
 	$(BIN)/pytest
 
 test-fast: setup ## the quick tests: no real engines, nothing that takes many seconds
-	$(BIN)/pytest -m "not e2e and not slow"
+	$(QUICK_TESTS)
 
 check: lint types test-fast ## lint, types, layering, docs and the quick tests: before each push
 
 hooks: setup ## git runs ruff before a commit, and `make check` before a push
 	$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push
+
+coverage: setup ## which lines the quick tests run; fails below the floor in pyproject.toml
+	$(QUICK_TESTS) --cov --cov-report=term:skip-covered
+
+mutants: setup ## change the state machines one line at a time; tests must notice each change (ONLY="kvbus.protocol.lease*")
+	$(BIN)/mutmut run $(ONLY)
+	$(BIN)/mutmut results
 
 docs: setup ## write the tables of docs/protocol.md anew
 	KVBUS_DOCS=write $(BIN)/pytest -q tests/core/test_protocol_tables.py

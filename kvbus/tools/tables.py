@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
@@ -107,20 +108,35 @@ def _waits(rows: Iterable[WaitRow]) -> Table:
     return table
 
 
+_Column = tuple[str, int, Literal["left", "right"]]
+_WIDE: tuple[_Column, ...] = (
+    ("role", 7, "left"),
+    ("state", 14, "left"),
+    ("requests", 8, "right"),
+    ("queued tokens", 13, "right"),
+    ("KV used, free/total", 26, "left"),
+    ("heartbeat", 9, "right"),
+    ("transfers/s", 11, "right"),
+    ("MiB/s", 8, "right"),
+    ("failed", 6, "right"),
+)
+_NARROW: tuple[_Column, ...] = (
+    ("", 1, "left"),
+    ("state", 5, "left"),
+    ("reqs", 5, "right"),
+    ("queued", 6, "right"),
+    ("KV free/total", 15, "left"),
+    ("beat", 5, "right"),
+    ("tr/s", 5, "right"),
+    ("MiB/s", 6, "right"),
+    ("fail", 4, "right"),
+)
+
+
 def _engines(rows: Iterable[EngineRow], width: int) -> Table:
     """The engine's name and model share what the other columns leave."""
     rows, wide = list(rows), width >= WIDE_CHARS
-    columns = [
-        ("role" if wide else "", 7 if wide else 1, "left"),
-        ("state", 14 if wide else 5, "left"),
-        ("requests" if wide else "reqs", 8 if wide else 5, "right"),
-        ("queued tokens" if wide else "queued", 13 if wide else 6, "right"),
-        ("KV used, free/total" if wide else "KV free/total", 26 if wide else 15, "left"),
-        ("heartbeat" if wide else "beat", 9 if wide else 5, "right"),
-        ("transfers/s" if wide else "tr/s", 11 if wide else 5, "right"),
-        ("MiB/s", 8 if wide else 6, "right"),
-        ("failed" if wide else "fail", 6 if wide else 4, "right"),
-    ]
+    columns = _WIDE if wide else _NARROW
     rest = width - sum(each for _, each, _ in columns) - len(columns)
     longest = max((len(_clean(row.engine)) for row in rows), default=0)
     engine_width = max(6, min(rest, longest, 64))
@@ -128,7 +144,7 @@ def _engines(rows: Iterable[EngineRow], width: int) -> Table:
     table = _table()
     table.add_column("engine", no_wrap=True, width=engine_width)
     for name, column_width, justify in columns:
-        table.add_column(name, no_wrap=True, width=column_width, justify="right" if justify == "right" else "left")
+        table.add_column(name, no_wrap=True, width=column_width, justify=justify)
     with_model = wide and model_width >= len("model")
     if with_model:
         table.add_column("model", no_wrap=True, width=model_width)

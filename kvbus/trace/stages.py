@@ -84,12 +84,7 @@ class _PathBuilder:
             self.attempt = received.attempt
 
     def _finish(self, start: Mark, token: Mark, end: Mark, outcome: Outcome, reason: str, losses: list[Mark]) -> Path:
-        matched = [mark for mark in self._all(MarkName.POSTING) if self._belongs(mark)] if self.attempt else []
-        registered, completed = self._halves(matched[-1].rank) if matched else (None, None)
-        late_side, late_by_ns = "", 0
-        if registered is not None and completed is not None:
-            late_side = "decode" if registered.at_ns >= completed.at_ns else "prefill"
-            late_by_ns = abs(registered.at_ns - completed.at_ns)
+        late_side, late_by_ns = self._lateness()
         done = next((mark for mark in reversed(self._all(MarkName.PREFILL_DONE)) if self._belongs(mark)), None)
         sink = self._last(MarkName.SENT) or self._last(MarkName.DECODE_ARRIVED)
         sent, deferred = self._first(MarkName.SENT), self._first(MarkName.DEFERRED)
@@ -115,6 +110,15 @@ class _PathBuilder:
             status=end.note if end.name == MarkName.ENDED else "",
             missing=tuple(self.missing),
         )
+
+    def _lateness(self) -> tuple[str, int]:
+        """Whom the match waited for, and for how long the other side did, ns; empty if there was none."""
+        matched = [mark for mark in self._all(MarkName.POSTING) if self._belongs(mark)] if self.attempt else []
+        registered, completed = self._halves(matched[-1].rank) if matched else (None, None)
+        if registered is None or completed is None:
+            return "", 0
+        late_side = "decode" if registered.at_ns >= completed.at_ns else "prefill"
+        return late_side, abs(registered.at_ns - completed.at_ns)
 
     def _token(self) -> Mark | None:
         """The first token, as the client saw it; without a stream, as decode did."""

@@ -68,6 +68,7 @@ def test_the_http_server_is_found_among_the_ancestors_sockets(child: int, host: 
     assert serving_address(child, "10.0.0.1") == ""
 
 
+@pytest.mark.slow
 def test_what_listens_and_is_not_the_http_server_is_not_taken_for_it(
     child: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ async def test_it_is_empty_when_nobody_needs_its_kv(broker: MemoryBroker, pair: 
     assert said[-1] == "P is drained: it has no requests, and nobody needs its KV; it can be stopped"
 
 
+@pytest.mark.slow
 async def test_what_cannot_be_drained_is_named(broker: MemoryBroker, pair: tuple[FakeEngine, FakeEngine]) -> None:
     with pytest.raises(DrainError, match="no engine 'X' is on the bus; engines: D, P"):
         await drain(MemoryBus(broker), SUBJECTS, "X", 20.0, print)
@@ -43,6 +44,7 @@ async def test_what_cannot_be_drained_is_named(broker: MemoryBroker, pair: tuple
         await drain(MemoryBus(broker), SUBJECTS, "P", 20.0, print, force=True)
 
 
+@pytest.mark.slow
 async def test_the_last_of_its_kind_is_drained_only_by_who_means_it(
     broker: MemoryBroker, boot: Boot, pair: tuple[FakeEngine, FakeEngine]
 ) -> None:
@@ -59,6 +61,7 @@ async def test_the_last_of_its_kind_is_drained_only_by_who_means_it(
     assert (outcome, report.prefill_left) == (Outcome.DRAINED, ["Q"])
 
 
+@pytest.mark.slow
 async def test_it_is_taken_back(broker: MemoryBroker, pair: tuple[FakeEngine, FakeEngine]) -> None:
     said: list[str] = []
     await drain(MemoryBus(broker), SUBJECTS, "P", 20.0, said.append, force=True)

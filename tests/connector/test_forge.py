@@ -98,6 +98,7 @@ class Cluster:
             engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_whatever_a_forger_says_engines_go_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "kvbus")

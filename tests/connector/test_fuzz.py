@@ -118,6 +118,7 @@ def payload(chance: random.Random) -> bytes:
     return bytes(made)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_whatever_comes_engines_go_on(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "kvbus")

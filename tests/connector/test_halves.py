@@ -290,6 +290,7 @@ class TestComputedLocally:
         assert decode.received[d_leg.request_id] is False
 
 
+@pytest.mark.slow
 def test_a_restarted_decode_engine_is_met_anew(boot: Boot, broker: MemoryBroker) -> None:
     """C3."""
     prefill, decode = boot("P"), boot("D")
@@ -349,6 +350,7 @@ def test_the_lease_frees_what_nobody_fetches(boot: Boot) -> None:
     eventually_sync(lambda: prefill.has_released(p_leg.request_id))
 
 
+@pytest.mark.slow
 def test_what_waits_in_decodes_queue_is_kept(boot: Boot) -> None:
     """L1: the lease is renewed by a thread that does not depend on steps, until decode has blocks for it."""
     options = {"block_lease_s": 4.0}  # two thirds of it may be lost to a busy machine
@@ -378,6 +380,7 @@ def test_an_engine_that_leaves_tells_whoever_waits(boot: Boot) -> None:
     assert decode.received[d_leg.request_id] is False
 
 
+@pytest.mark.slow
 def test_a_dead_prefill_engine_is_fenced_and_decode_goes_on(
     pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, fabric: Fabric
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_receive_that_is_given_up_says_why(pair: tuple[FakeEngine, FakeEngine]
     assert next(note for *_, name, _, note in heard.marks if name == "given up")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampled", [True, False])
 def test_requests_of_another_router_are_collected_from_marks_alone(
     pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, sampled: bool

@@ -42,6 +42,7 @@ def test_what_is_registered_and_unknown_is_given_up(boot: Boot, sources: str, hi
     assert SOON_S < time.monotonic() - started < LATE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hint", ["P", None])
 @pytest.mark.parametrize("registration", ["jit", "after_prefill"])
 def test_what_is_deferred_and_unknown_never_takes_blocks(boot: Boot, registration: str, hint: str | None) -> None:
@@ -55,6 +56,7 @@ def test_what_is_deferred_and_unknown_never_takes_blocks(boot: Boot, registratio
     assert SOON_S < time.monotonic() - started < LATE_S
 
 
+@pytest.mark.slow
 def test_what_waited_for_blocks_is_asked_for_before_it_takes_them(boot: Boot) -> None:
     """Else each round of requests that fill decode's memory would wait anew."""
     source, sink = engines(boot, "P", "eager")
@@ -74,6 +76,7 @@ def test_what_waited_for_blocks_is_asked_for_before_it_takes_them(boot: Boot) ->
     eventually_sync(is_given_up)
 
 
+@pytest.mark.slow
 def test_a_prefill_that_is_queued_for_long_is_waited_for(boot: Boot) -> None:
     """L5: it was announced when it arrived."""
     source, sink = engines(boot, "P", "eager")
@@ -90,6 +93,7 @@ def test_a_prefill_that_is_queued_for_long_is_waited_for(boot: Boot) -> None:
     assert sink.received[d_leg.request_id] is True
 
 
+@pytest.mark.slow
 def test_a_prefill_engine_says_when_it_is_in_a_long_step(boot: Boot) -> None:
     source, sink = engines(boot, "P", "eager")
     running = legs("running")[0]

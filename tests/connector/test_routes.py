@@ -55,6 +55,7 @@ def vllms_own() -> set[tuple[str, str]]:
     return {(method, path) for method, path in json.loads(listed.removeprefix("ROUTES")) if method != "HEAD"}
 
 
+@pytest.mark.slow
 def test_every_route_of_vllm_is_in_the_table(vllms_own: set[tuple[str, str]]) -> None:
     """R16: a vLLM with a new route makes somebody decide what becomes of it."""
     refused = {route.path for route in ROUTES if route.how is How.NOT}

@@ -82,6 +82,7 @@ def test_what_the_first_process_found_is_printed_last(tmp_path: Path, method: st
     assert [path.name for path in tmp_path.iterdir()] == ["program.py"], "nothing is left behind"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_process_that_ends_slowly_does_not_speak_after_it(tmp_path: Path, method: str) -> None:
     """Another rank of the same engine, for one, which found nothing wrong."""

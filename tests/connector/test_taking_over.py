@@ -41,6 +41,7 @@ def ask_again(decode: FakeEngine, leg: Request) -> int | None:
     return decode.scheduler.tokens_from_outside(leg, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_another_prefill_engine_takes_over(boot: Boot, broker: MemoryBroker, ranks: int) -> None:
     """kill -9 of the first one before it is done; decode keeps the request, with new blocks."""

@@ -368,6 +368,7 @@ if os.environ.get("KVBUS_SEARCH") == "deep":
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("hint", ["P", ""], ids=["hint", "pool"])
 @pytest.mark.parametrize("case", CASES)

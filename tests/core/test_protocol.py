@@ -235,6 +235,7 @@ def live(seed: int, faults: Faults, transfers: int = 8) -> World:
     return world
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "faults",
     [

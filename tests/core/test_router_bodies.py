@@ -23,6 +23,7 @@ VALUES = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.text(max_size=8), VALUES, max_size=6), st.sampled_from([None, 1]), st.booleans())
 async def test_nothing_is_lost_or_changed(body: dict[str, Any], indent: int | None, ascii_only: bool) -> None:

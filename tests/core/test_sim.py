@@ -22,6 +22,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("CRITICAL", "kvbus")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(kind for kind, faults in FAULT_KINDS.items() if not faults.forge_every_s))
 def test_no_invariant_is_broken(kind: str) -> None:
     summary = run_many(1, 600, kind, lambda _: None)
@@ -89,6 +90,7 @@ MUTATIONS: dict[str, tuple[str, list[Patch]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_a_broken_fence_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, patches = MUTATIONS[mutation]

@@ -61,6 +61,7 @@ async def test_it_survives_a_restart_of_the_server(own_nats_server: NatsServer, 
             again.stop()
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_is_noticed_in_seconds(own_nats_server: NatsServer) -> None:
     async with NatsBus([own_nats_server.url], "test") as bus:
         await eventually(lambda: bus.connected)
@@ -74,6 +75,7 @@ async def test_a_frozen_server_is_noticed_in_seconds(own_nats_server: NatsServer
         await eventually(lambda: bus.connected)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(("messages", "size"), [(1, 1000), (200, 900_000)])
 async def test_leaving_is_quick_while_the_server_is_frozen(

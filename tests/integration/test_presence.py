@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from support.waiting import eventually
 
 from kvbus.bus import NatsBus, Node
@@ -31,6 +32,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 async def test_a_killed_engine_is_missed_at_once(own_nats_server: NatsServer, tmp_path: Path) -> None:
     watcher = Node(
         NatsBus([own_nats_server.url], "watcher"),

@@ -106,6 +106,7 @@ async def test_who_may_only_listen_stays_connected(
     assert "_INBOX" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_frozen_server_is_noticed_by_who_may_only_listen(tmp_path: Path) -> None:
     own = NatsServer(tmp_path, configuration=USERS)
     try:
@@ -136,6 +137,7 @@ async def test_a_permission_that_lacks_is_named_once(server: NatsServer, caplog:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("user", ["ear", "strict"])
 async def test_the_observers_work_for_who_may_only_listen(server: NatsServer, user: str) -> None:
     about = ("--nats-url", url(server, user))
@@ -153,6 +155,7 @@ async def test_the_observers_work_for_who_may_only_listen(server: NatsServer, us
     assert pending[:2] == (0, "nothing is pending\n"), pending
 
 
+@pytest.mark.slow
 async def test_kvbus_collect_stays_connected_for_who_may_only_listen(server: NatsServer, tmp_path: Path) -> None:
     words = ["collect", "--nats-url", url(server, "ear"), "--trace-file", str(tmp_path / "traces")]
     process = await asyncio.create_subprocess_exec(
@@ -170,6 +173,7 @@ async def test_kvbus_collect_stays_connected_for_who_may_only_listen(server: Nat
         await process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("tap",), ("top",), ("pending",), ("drain", "P")], ids=lambda words: words[0])
 async def test_a_refused_login_is_said_as_refused(server: NatsServer, words: tuple[str, ...]) -> None:
     began = time.monotonic()
@@ -182,6 +186,7 @@ async def test_a_refused_login_is_said_as_refused(server: NatsServer, words: tup
     assert time.monotonic() - began < HANGS_S
 
 
+@pytest.mark.slow
 async def test_a_wrong_namespace_is_said(server: NatsServer) -> None:
     about = ("--nats-url", url(server, "ear"), "--namespace", "prod")
     async with engine_in(server, "default"):
@@ -195,6 +200,7 @@ async def test_a_wrong_namespace_is_said(server: NatsServer) -> None:
     assert json.loads(pending[1])["pending"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own_ca", [True, False], ids=["wants-a-client-certificate", "unknown-authority"])
 async def test_tls_that_fails_is_said_within_seconds(tmp_path: Path, own_ca: bool) -> None:
     certificates.make(tmp_path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
+import pytest
 
 from kvbus.sim.scale.plan import Scale
 from kvbus.sim.scale.report import rows
 from kvbus.sim.scale.run import run_scale
 
 
+@pytest.mark.slow
 async def test_everything_is_pushed_and_every_process_ends(tmp_path: Path) -> None:
     before = psutil.Process().children()
     told: list[str] = []

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 
 import psutil
+import pytest
 from support.waiting import eventually_sync
 
 from kvbus.sim.faults import ALL_FAULTS
@@ -19,6 +20,7 @@ MANY_FAULTS = replace(
 )
 
 
+@pytest.mark.slow
 def test_no_invariant_is_broken_by_many_faults() -> None:
     before = psutil.Process().children()
     account = run_real_time(13, MANY_FAULTS, "nats", 120)  # a seed whose schedule has something of everything
@@ -31,6 +33,7 @@ def test_no_invariant_is_broken_by_many_faults() -> None:
     assert psutil.Process().children() == before, "the server has ended"
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_its_server() -> None:
     command = [sys.executable, "-m", "kvbus", "sim", "--bus", "nats"]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, process_group=0)

@@ -185,6 +185,7 @@ async def test_what_a_peer_may_not_say_is_not_heard() -> None:
     assert view.ttft_ms < 10_000
 
 
+@pytest.mark.slow
 async def test_a_sink_that_fails_loses_its_traces_only(caplog: pytest.LogCaptureFixture) -> None:
     class Full(Kept):
         def write(self, spans: Sequence[SpanData]) -> None:
@@ -258,6 +259,7 @@ def test_spans_reach_an_exporter_as_they_are() -> None:
     assert two.resource.attributes["kvbus.engine"] == "P"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_an_endpoint_that_is_away_is_said_once_and_holds_nobody(
     protocol: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -119,6 +119,7 @@ class BriefDoor(Door):
     keep_alive_s = 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", [BriefDoor], indirect=True)
 async def test_what_is_at_rest_is_closed(door: Door) -> None:
     silent, _ = await door.client()
@@ -132,6 +133,7 @@ async def test_what_is_at_rest_is_closed(door: Door) -> None:
     assert door.refused == {}
 
 
+@pytest.mark.slow
 async def test_headers_that_come_a_byte_a_while_are_late(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_S", 1.0)
     reader, writer = await door.client(b"GET /health HT")
@@ -149,6 +151,7 @@ async def test_headers_that_come_a_byte_a_while_are_late(door: Door, monkeypatch
     assert await status_of(reader) == 200, "the headers were in time"
 
 
+@pytest.mark.slow
 async def test_more_connections_than_are_allowed_are_told_so_and_probes_are_answered(
     door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +274,7 @@ def test_room_is_as_large_as_descriptors_allow(monkeypatch: pytest.MonkeyPatch) 
     assert limits[-1] == (20_000, 20_000)
 
 
+@pytest.mark.slow
 async def test_a_router_without_descriptors_says_so_and_answers_probes(nats_server: NatsServer, tmp_path: Path) -> None:
     async with fleet(nats_server.url, namespace := new_namespace(), FakeApi("P"), FakeApi("D")):
         port = free_port()

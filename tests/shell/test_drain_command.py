@@ -8,6 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 from support.routers import new_namespace
 from support.waiting import eventually
 
@@ -48,6 +49,7 @@ async def drain(url: str, namespace: str, *arguments: str) -> tuple[int, dict[st
     return done.returncode, json.loads(out), said.decode()
 
 
+@pytest.mark.slow
 async def test_what_it_prints_and_its_exit_status(nats_server: NatsServer) -> None:
     url, namespace = nats_server.url, new_namespace()
     one, two = (Engine(url, namespace, name, Role.DECODE) for name in ("D", "E"))
@@ -71,6 +73,7 @@ async def test_what_it_prints_and_its_exit_status(nats_server: NatsServer) -> No
         assert "no engine 'X' is on the bus; engines: D, E" in said
 
 
+@pytest.mark.slow
 async def test_an_engine_that_is_not_taken_back_is_said_so(nats_server: NatsServer) -> None:
     url, namespace = nats_server.url, new_namespace()
     one = Engine(url, namespace, "D", Role.DECODE, deaf=True)

@@ -145,6 +145,7 @@ def test_a_bad_setting_is_refused(word: str, message: str) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_is_stopped_also_when_it_cannot_be_drained(model: Path, number: signal.Signals) -> None:
     with running(model, SLEEPS) as child:
@@ -168,6 +169,7 @@ def test_told_twice_it_does_not_wait(model: Path) -> None:
     assert time.monotonic() - started < 25
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_end_is_killed(model: Path) -> None:
     with running(model, DEAF) as child:
         until(child, "engine runs")

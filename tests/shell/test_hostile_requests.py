@@ -125,6 +125,7 @@ def outcome(answer: bytes) -> str:
     return "refused"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 async def test_hostile_requests_are_refused_in_openais_form(nats_server: NatsServer, tmp_path: Path) -> None:
     async with fleet(nats_server.url, new_namespace(), FakeApi("P"), FakeApi("D")) as made:

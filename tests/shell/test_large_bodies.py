@@ -61,6 +61,7 @@ async def metrics(url: str) -> str:
         return await answer.text()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 async def test_six_large_bodies_beside_twenty_streams(nats_server: NatsServer, tmp_path: Path) -> None:
     body = body_of(30)
@@ -99,6 +100,7 @@ async def test_six_large_bodies_beside_twenty_streams(nats_server: NatsServer, t
             assert "NATS" not in router.log.partition("listens on")[2]
 
 
+@pytest.mark.slow
 async def test_the_sum_of_bodies_is_bounded(nats_server: NatsServer, tmp_path: Path) -> None:
     async with fleet(nats_server.url, new_namespace(), Ticking("P"), Ticking("D")) as made:
         with router_process(made, tmp_path, "--max-bodies-mib", "8") as router:

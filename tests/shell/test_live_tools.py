@@ -191,6 +191,7 @@ class TestLoops:
         await asyncio.wait_for(task, 5)
         assert len(told) == 2
 
+    @pytest.mark.slow
     def test_of_real_shells_transfers_nothing_stays_pending(self, monkeypatch: pytest.MonkeyPatch) -> None:
         table, traffic, began = PendingTable(), Traffic(time.monotonic()), time.monotonic()
         most = 0
@@ -294,6 +295,7 @@ class TestCommands:
             await eventually(say_all, 30.0)
         return await ended
 
+    @pytest.mark.slow
     async def test_tap(self, nats_server: NatsServer) -> None:
         about = ("--nats-url", nats_server.url, "--namespace", "tap")
         with self.command("tap", *about, "--limit", "2", "--transfer", "t") as process:
@@ -319,6 +321,7 @@ class TestCommands:
             assert "stopped" in err
             assert "Traceback" not in err
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("words", [("tap", "--all"), ("top", "--json"), ("pending", "--for", "1")])
     async def test_a_full_disk_is_one_line(self, nats_server: NatsServer, words: tuple[str, ...]) -> None:
         """S9"""
@@ -339,6 +342,7 @@ class TestCommands:
         assert process.returncode == 128 + signal.SIGPIPE
         assert len(err.splitlines()) == 1, err
 
+    @pytest.mark.slow
     async def test_top(self, nats_server: NatsServer) -> None:
         about = ("--nats-url", nats_server.url, "--namespace", "top")
         with self.command("top", *about, "--json", "--interval", "1") as process:
@@ -356,6 +360,7 @@ class TestCommands:
         assert "300/400" in out
         assert max(len(text) for text in out.splitlines()) <= 80
 
+    @pytest.mark.slow
     async def test_pending(self, nats_server: NatsServer) -> None:
         about = ("--nats-url", nats_server.url, "--namespace", "pending", "--for", "1")
         with self.command("pending", *about) as process:
@@ -372,6 +377,7 @@ class TestCommands:
         assert (process.returncode, out) == (1, "nothing is pending\n")
         assert "no engine is heard in namespace pending" in err.splitlines()[-1]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [

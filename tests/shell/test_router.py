@@ -138,6 +138,7 @@ async def test_the_first_bytes_do_not_wait_for_the_last(front: Front) -> None:
     front.prefill.hold.set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_refusal_by_prefill_reaches_the_client_and_ends_decode(front: Front, stream: bool) -> None:
     """H4."""

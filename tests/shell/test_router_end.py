@@ -67,6 +67,7 @@ async def begin_streams(
     return streams
 
 
+@pytest.mark.slow
 async def test_sigterm_under_twenty_requests_loses_none(
     engines: Fleet, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ async def test_sigterm_under_twenty_requests_loses_none(
         assert router.traces == 21
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "again", "status", "why"),
     [
@@ -150,6 +152,7 @@ async def test_what_is_broken_off_is_told_so(
         assert router.traces == 5
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_holds_nobody(
     engines: Fleet, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -167,6 +170,7 @@ async def test_a_client_that_never_reads_holds_nobody(
         assert "Traceback" not in router.log
 
 
+@pytest.mark.slow
 async def test_sigterm_while_nats_is_away(
     own_nats_server: NatsServer, session: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
@@ -239,6 +243,7 @@ class Balancer:
         self.ended["failed: no router"] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(ROLL_S + 300)
 async def test_two_routers_restarted_in_turn_lose_no_request(nats_server: NatsServer, tmp_path: Path) -> None:
     """A roll-out behind a balancer. ``KVBUS_ROLL_S=300`` restarts one each 20 s for five minutes."""

@@ -35,6 +35,7 @@ time.sleep(0.5)
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('runs', flush=True); time.sleep(60)"
 
 
+@pytest.mark.slow
 def test_a_child_hears_one_sigterm_and_so_does_what_it_started(tmp_path: Path) -> None:
     program = tmp_path / "counts.py"
     program.write_text(COUNTS)

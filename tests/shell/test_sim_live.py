@@ -22,12 +22,14 @@ MANY_FAULTS = replace(
 )
 
 
+@pytest.mark.slow
 def test_without_faults_everything_is_pushed() -> None:
     told: list[int] = []
     assert run_real_time(4, NO_FAULTS, "memory", 30, told.append).counts["pushed"] == 30
     assert told[-1] == 30
 
 
+@pytest.mark.slow
 def test_no_invariant_is_broken_by_many_faults() -> None:
     threads = threading.active_count()
     account = run_real_time(20, MANY_FAULTS, "memory", 60)  # a seed whose schedule has something of everything
@@ -40,6 +42,7 @@ def test_no_invariant_is_broken_by_many_faults() -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_blocks_that_go_back_without_waiting_for_anybody_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """F1: nearly every such run shows it in seconds."""
     faults = replace(NO_FAULTS, abort=0.6, partition_every_s=3.0, mean_write_s=1.9)
@@ -56,6 +59,7 @@ def test_a_shell_that_raises_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         run_real_time(1, NO_FAULTS, "memory", 10)
 
 
+@pytest.mark.slow
 def test_no_invariant_is_broken_by_a_forger() -> None:
     """P3: one that hears everything, has no key, and says ten times as much as the engines."""
     counts = run_real_time(1, FAULT_KINDS["forge"], "memory", 60).counts

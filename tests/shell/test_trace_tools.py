@@ -70,6 +70,7 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert f"... and {len(wide.others) - MAX_OTHERS} more spans" in "\n".join(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_pictures(tmp_path: Path, ending: str) -> None:
     trace, report = tmp_path / f"trace.{ending}", tmp_path / f"report.{ending}"

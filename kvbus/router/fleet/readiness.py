@@ -5,8 +5,9 @@ The one rule: what only makes answers slow does not make the router unready. Els
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from kvbus.router.fleet.policy import fit, is_usable
 from kvbus.wire import Heartbeat
@@ -56,30 +57,56 @@ def readiness_of(engines: Sequence[Heartbeat], *, bus_away_s: float | None = Non
         engines: those that are trusted; with the bus away, those of them that were there when it went.
         bus_away_s: None if the bus is connected.
     """
-    lacking = ["the router was told to stop"] if draining else []
-    models: dict[str, dict[str, list[str]]] = {}
-    has_pair = serves = False
     by_model: dict[str, list[Heartbeat]] = {}
     for engine in engines:
         by_model.setdefault(engine.model, []).append(engine)
-    for model, its in sorted(by_model.items()):
-        usable = [engine for engine in its if is_usable(engine)]
-        prefill = [engine for engine in usable if engine.role.prefills]
-        decode = [engine for engine in usable if engine.role.decodes]
-        models[model] = {"prefill": [each.engine for each in prefill], "decode": [each.engine for each in decode]}
-        pair = any(fit(source, sink) for source in _kinds(prefill) for sink in _kinds(decode))
-        has_pair, serves = has_pair or pair, serves or bool(decode)
-        if not decode:
-            lacking.append(f"{model}: no decode engine is ready")
-        elif not prefill:
-            lacking.append(f"{model}: no prefill engine is ready: {ALONE}")
-        elif not pair:
-            lacking.append(f"{model}: no prefill engine fits a decode engine: {ALONE}")
+    models = [_Usable.of(model, by_model[model]) for model in sorted(by_model)]
+    lacking = ["the router was told to stop"] if draining else []
+    lacking += [f"{model.name}: {model.lacking}" for model in models if model.lacking]
     if bus_away_s is not None:
         lacking.append(f"the bus is away for {bus_away_s:.0f} s: engines are those that were there")
     if not models:
         lacking.append("no engine is known")
-    return Readiness(serves and not draining, has_pair, draining, bus_away_s, tuple(lacking), models)
+    return Readiness(
+        ready=any(model.decode for model in models) and not draining,
+        has_pair=any(model.has_pair for model in models),
+        draining=draining,
+        bus_away_s=bus_away_s,
+        lacking=tuple(lacking),
+        models={model.name: model.names for model in models},
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Usable:
+    """The engines of one model that can be used now."""
+
+    name: str
+    prefill: list[Heartbeat]
+    decode: list[Heartbeat]
+
+    @classmethod
+    def of(cls, name: str, engines: Iterable[Heartbeat]) -> Self:
+        usable = [engine for engine in engines if is_usable(engine)]
+        prefill = [engine for engine in usable if engine.role.prefills]
+        return cls(name, prefill, [engine for engine in usable if engine.role.decodes])
+
+    @property
+    def names(self) -> dict[str, list[str]]:
+        return {"prefill": [each.engine for each in self.prefill], "decode": [each.engine for each in self.decode]}
+
+    @property
+    def has_pair(self) -> bool:
+        return any(fit(source, sink) for source in _kinds(self.prefill) for sink in _kinds(self.decode))
+
+    @property
+    def lacking(self) -> str:
+        """What keeps this model from disaggregated serving; empty if nothing does."""
+        if not self.decode:
+            return "no decode engine is ready"
+        if not self.prefill:
+            return f"no prefill engine is ready: {ALONE}"
+        return "" if self.has_pair else f"no prefill engine fits a decode engine: {ALONE}"
 
 
 def _kinds(engines: Sequence[Heartbeat]) -> list[Heartbeat]:
