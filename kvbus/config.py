@@ -19,6 +19,7 @@ from kvbus.wire import check_token, is_address
 NATS_SCHEMES = ("nats", "tls", "ws", "wss")
 
 
+MAX_LOCAL_PREFILL_TOKENS = 1 << 20
 REGISTRATIONS = ("eager", "jit", "after_prefill", "auto")
 
 
@@ -40,6 +41,8 @@ class Config:
         registration: when a decode engine takes blocks for a request whose KV comes from outside: ``eager``, as soon as
             vLLM would; ``jit``, when its last tokens are being prefilled; ``after_prefill``; or ``auto``, eager while
             half of its blocks would stay free, else jit. A request may say it, too.
+        local_prefill_tokens: a decode engine computes a prompt itself if at most so many of its tokens are not in its
+            prefix cache; 0: never.
         write_lease_s, max_write_s: see :mod:`kvbus.protocol.lease`; the same in all engines of a namespace.
     """
 
@@ -55,6 +58,7 @@ class Config:
     write_lease_s: float = 1.5
     max_write_s: float = 2.0
     registration: str = "auto"
+    local_prefill_tokens: int = 64
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -75,6 +79,8 @@ class Config:
                 raise ConfigError(name, getattr(self, name), "0.01 to 86400 seconds")
         if self.registration not in REGISTRATIONS:
             raise ConfigError("registration", self.registration, ", ".join(REGISTRATIONS))
+        if not 0 <= self.local_prefill_tokens <= MAX_LOCAL_PREFILL_TOKENS:
+            raise ConfigError("local_prefill_tokens", self.local_prefill_tokens, f"0 to {MAX_LOCAL_PREFILL_TOKENS}")
         if self.dead_after_s < 2 * self.heartbeat_interval_s:
             raise ConfigError(
                 "dead_after_s", self.dead_after_s, f"at least twice heartbeat_interval_s={self.heartbeat_interval_s}"
@@ -137,9 +143,9 @@ def _read(text: str, wanted: Any) -> Any:
     """``text`` in the type ``wanted``; as it is where it is no such thing, for :func:`_typed` to refuse."""
     if wanted == tuple[str, ...]:
         return [each.strip() for each in text.split(",")]
-    if wanted is float:
+    if wanted in (float, int):
         with contextlib.suppress(ValueError):
-            return float(text)
+            return wanted(text)
     return text
 
 
@@ -163,7 +169,7 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
         return float(value)
     if wanted == tuple[str, ...] and isinstance(value, list | tuple):
         return tuple(value)
-    if wanted is str and isinstance(value, str):
+    if wanted in (str, int) and type(value) is wanted:
         return value
-    names = {str: "text", float: "a number"}
+    names = {str: "text", float: "a number", int: "a whole number"}
     raise ConfigError(key, value, names.get(wanted, "a list of text"))

@@ -25,6 +25,7 @@ from kvbus.wire import blocks as block_runs
 from .block_rules import BlockRules
 from .identity import digest_of, fits, traceparent_of
 from .incoming_request import MAX_ATTEMPT, WAITING, WITHOUT_BLOCKS, IncomingRequest, Stage
+from .short_tails import ShortTails
 from .step import StepPlan
 from .timing import Prefills, Progress, RegistrationTiming, take_blocks_now
 
@@ -32,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 WANT_INTERVAL_S = 1.0
 ANSWER_S = 1.5  # a prefill engine that has a request says so in milliseconds; one word and its answer may be lost
-LOOK_INTERVAL_S = 0.05
 MAX_REASON_CHARS = 256
 
 
@@ -43,6 +43,7 @@ class Incoming:
         timing: of requests that do not say.
         room: the share of this engine's KV blocks that would stay free if so many tokens were allocated.
         unclaimed_s: see :mod:`kvbus.protocol.decode.patience`.
+        local_prefill_tokens: see :mod:`kvbus_connector.short_tails`.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class Incoming:
         timing: RegistrationTiming,
         room: Callable[[int], float],
         unclaimed_s: float,
+        local_prefill_tokens: int,
     ) -> None:
         self._own, self._rules, self._sink = own, rules, sink
         self._counters, self._marking = counters, marking
         self._timing, self._room, self._unclaimed_s = timing, room, unclaimed_s
-        self._prefills = Prefills()
+        self._prefills, self._tails = Prefills(), ShortTails(local_prefill_tokens)
         self._requests: dict[str, IncomingRequest] = {}
         self._expect: dict[str, int] = {}
         self._abandon: list[str] = []
@@ -86,23 +88,25 @@ class Incoming:
         incoming = self._requests.get(request.request_id)
         if incoming is None or incoming.stage is Stage.STARTING:
             return 0
-        now = time.monotonic()
-        if self._rests(incoming, now):
+        now, tail = time.monotonic(), request.num_prompt_tokens - computed_tokens
+        if incoming.rests(self._prefills.of(incoming.name.transfer_id, incoming.hint), now):
             return None
         if incoming.rebound is not None:
             incoming.follow_router(now)
             if not incoming.hint:
-                return self._recompute(incoming, "the router has no prefill engine for it")
+                return self._recompute(incoming, "the router has no prefill engine for it", tail)
         elif incoming.stage is Stage.ORPHANED:
-            return self._recompute(incoming, "no prefill engine took over")
+            return self._recompute(incoming, "no prefill engine took over", tail)
+        if self._tails.take(tail):
+            self._counters.add("short_tails")
+            return self._compute(incoming, f"only {tail} of its tokens are not cached", tail)
         progress = self._prefills.of(incoming.name.transfer_id, incoming.hint)
         if reason := self._sink.why_not(incoming.hint) or self._why_unknown(incoming, progress, now):
             if incoming.takeover_s and self._sink.connected:
                 incoming.orphan(now)
                 return None
             self._complain(request, reason)
-            self._compute(incoming, reason)
-            return 0
+            return self._compute(incoming, reason, tail)
         tokens = max(0, self._rules.external_tokens(request.num_prompt_tokens) - computed_tokens)
         if not self._takes_blocks(incoming, progress, tokens, now) and tokens:
             self._defer(incoming, now)
@@ -116,7 +120,7 @@ class Incoming:
         if incoming is None or incoming.stage is not Stage.QUEUED:
             return  # vLLM calls again after the receive, and after a preemption
         if external_tokens <= 0:
-            self._compute(incoming, "the prompt is cached")
+            self._compute(incoming, "the prompt is cached", 1)
             return
         prompt_tokens = self._rules.external_tokens(request.num_prompt_tokens)
         registration = Registration(
@@ -156,6 +160,7 @@ class Incoming:
 
     def plan(self, plan: StepPlan, scheduled: Collection[str]) -> None:
         """Put into ``plan`` what the workers must know; look who runs in this step, and who has got a first token."""
+        self._tails.begin_step()
         for given_up in self._sink.poll():
             self._give_up(given_up.request_id, given_up.reason)
         for incoming in [each for each in self._requests.values() if each.stage is Stage.STARTING]:
@@ -227,18 +232,6 @@ class Incoming:
         at = unknown_at(incoming.waits_since, incoming.busy_at, self._unclaimed_s)
         return NEVER_SEEN if now >= max(at, incoming.wanted_since + ANSWER_S) else ""
 
-    def _rests(self, incoming: IncomingRequest, now: float) -> bool:
-        """vLLM asks in every step, for every request in its queue; without news the answer is known for a while."""
-        if incoming.rebound is not None:
-            return False
-        if incoming.stage is Stage.ORPHANED:
-            return now < incoming.orphaned_until
-        if incoming.stage is not Stage.DEFERRED:
-            return False
-        progress = self._prefills.of(incoming.name.transfer_id, incoming.hint)
-        news = progress is not None and progress.at > incoming.deferred_at
-        return not news and now < incoming.deferred_at + LOOK_INTERVAL_S
-
     def _takes_blocks(self, incoming: IncomingRequest, progress: Progress | None, tokens: int, now: float) -> bool:
         """Whether blocks for so many tokens are taken now."""
         incoming.asked_at = incoming.asked_at or now
@@ -281,20 +274,20 @@ class Incoming:
     def _mark(self, incoming: IncomingRequest, name: MarkName, note: str = "") -> None:
         self._marking.mark(incoming.traced, name, incoming.attempt, note)
 
-    def _recompute(self, incoming: IncomingRequest, reason: str) -> int:
+    def _recompute(self, incoming: IncomingRequest, reason: str, tail: int) -> int:
         """The prompt is computed here, after a receive has failed; no token comes from outside."""
         self._counters.add("recomputed")
-        self._compute(incoming, reason)
+        return self._compute(incoming, reason, tail)
+
+    def _compute(self, incoming: IncomingRequest, reason: str, tail: int) -> int:
+        """The prompt's last ``tail`` tokens are computed here; no token comes from outside."""
+        self._mark(incoming, MarkName.LOCAL, reason)
+        self._decline(incoming, reason, tail)
         return 0
 
-    def _compute(self, incoming: IncomingRequest, reason: str) -> None:
-        """The prompt is computed here."""
-        self._mark(incoming, MarkName.LOCAL, reason)
-        self._decline(incoming, reason)
-
-    def _decline(self, incoming: IncomingRequest, reason: str) -> None:
-        """Tell the prefill side that this engine will not take this transfer."""
+    def _decline(self, incoming: IncomingRequest, reason: str, local_tokens: int = 0) -> None:
+        """Tell the prefill side, and routers, that this engine will not take this transfer."""
         del self._requests[incoming.request_id]
         incoming.attempt, incoming.hint = incoming.latest
-        cancel = Cancel(**incoming.about(self._own), reason=reason[:MAX_REASON_CHARS])
+        cancel = Cancel(**incoming.about(self._own), reason=reason[:MAX_REASON_CHARS], local_tokens=local_tokens)
         self._sink.unwanted(cancel, incoming.hint)

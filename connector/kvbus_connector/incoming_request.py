@@ -17,10 +17,11 @@ from kvbus.trace import Traced, traced
 from kvbus.wire import FIRST_ATTEMPT, Heartbeat, is_token
 
 from .identity import TransferName, name_transfer, traceparent_of
-from .timing import RegistrationTiming
+from .timing import Progress, RegistrationTiming
 
 MAX_TAKEOVER_S = 30.0
 MAX_ATTEMPT = 1_000_000
+LOOK_INTERVAL_S = 0.05
 
 
 class Stage(Enum):
@@ -84,6 +85,17 @@ class IncomingRequest:
     def latest(self) -> tuple[int, str]:
         """The latest attempt, and the prefill engine that is to have it."""
         return self.rebound or (self.attempt, self.hint)
+
+    def rests(self, progress: Progress | None, now: float) -> bool:
+        """vLLM asks in every step, for every request in its queue; without news the answer is known for a while."""
+        if self.rebound is not None:
+            return False
+        if self.stage is Stage.ORPHANED:
+            return now < self.orphaned_until
+        if self.stage is not Stage.DEFERRED:
+            return False
+        news = progress is not None and progress.at > self.deferred_at
+        return not news and now < self.deferred_at + LOOK_INTERVAL_S
 
     def follow_router(self, now: float) -> None:
         """Go on with the latest attempt, and with a new wait for it."""

@@ -73,6 +73,7 @@ class SchedulerHalf:
             RegistrationTiming(config.registration),
             self._room,
             config.unclaimed_s,
+            config.local_prefill_tokens,
         )
         self._outgoing = Outgoing(own, rules, self.node, marking)
         self._sink.watch_prefills(self._incoming.prefill_moved)

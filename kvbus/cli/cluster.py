@@ -12,6 +12,8 @@ from kvbus.cli.guard import clear_errors, say, until_signalled
 from kvbus.cli.options import ModelDir, Port, model_folder, run_folder
 from kvbus.signals import run
 
+SHOW_TRANSFERS = {"local_prefill_tokens": 0}  # who tries this asks short questions, and wants to see them transferred
+
 
 def up(
     context: typer.Context,
@@ -40,6 +42,7 @@ def up(
             nats_url=nats_url,
             port=port,
             arguments=context.args,
+            extra=SHOW_TRANSFERS,
             say=say,
         )
         with cluster, until_signalled():
@@ -64,7 +67,8 @@ def demo(model: ModelDir = None) -> None:
 
     with clear_errors():
         started = time.monotonic()
-        cluster = Cluster(model_folder(model), run_folder(), arguments=["--max-model-len", "2048"], say=say)
+        arguments = ["--max-model-len", "2048"]
+        cluster = Cluster(model_folder(model), run_folder(), arguments=arguments, extra=SHOW_TRANSFERS, say=say)
         with cluster:
             say(f"ready after {time.monotonic() - started:.0f} s")
             run(run_demo(cluster, Console()))

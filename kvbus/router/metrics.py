@@ -97,10 +97,11 @@ class Meters:
         )
         self._alone = self._counter(
             "alone",
-            "Requests whose prompt decode had to compute itself, by why: none_ready (no prefill engine is), name (none "
-            "serves the model by that name, a LoRA adapter perhaps), none_fits.",
+            "Requests whose prompt decode computed itself, by why: none_ready (no prefill engine is), name (none "
+            "serves the model by that name, a LoRA adapter perhaps), none_fits, decode (the engine chose to: little of "
+            "the prompt was missing from its cache, or its KV did not come).",
             "why",
-            ("none_ready", "name", "none_fits"),
+            ("none_ready", "name", "none_fits", "decode"),
         )
         self._connections_refused = self._counter(
             "connections_refused",

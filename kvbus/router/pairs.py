@@ -32,7 +32,7 @@ from kvbus.router.request import (
 )
 from kvbus.router.stored_responses import StoredResponses
 from kvbus.trace import Collector, MarkName, Trace, Value
-from kvbus.wire import CancelAck, Heartbeat, RegistrationAck, TransferDone, TransferFailed, TransferStarted
+from kvbus.wire import Cancel, CancelAck, Heartbeat, RegistrationAck, TransferDone, TransferFailed, TransferStarted
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,8 @@ class Pairs:
         # A decode engine whose receive failed waits for a rebind, also when the prefill engine lives.
         node.listen(node.subjects.transfers("*"), (TransferStarted, TransferDone, TransferFailed), self._on_transfer)
         node.listen(node.subjects.acks("*"), (RegistrationAck, CancelAck, *PREFILL), self._on_ack)
+        for subject in (node.subjects.cancels("*"), node.subjects.cancels_pool()):
+            node.listen(subject, Cancel, self._on_cancel)
 
     @property
     def in_flight(self) -> int:
@@ -186,6 +188,12 @@ class Pairs:
     def _on_ack(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
         if isinstance(message, RegistrationAck) and message.refused:
             self._lose_transfer(message, message.refused)
+
+    def _on_cancel(self, cancel: Cancel) -> None:
+        """A decode engine that computes the prompt itself needs no prefill."""
+        serving = self._servings.get(cancel.transfer_id.partition("#")[0]) if cancel.local_tokens else None
+        if serving is not None:
+            serving.decode_computes(cancel.transfer_id, cancel.sink_engine, cancel.attempt)
 
     def _lose_transfer(self, message: TransferFailed | RegistrationAck, why: str, *, kept: bool = False) -> None:
         serving = self._servings.get(message.transfer_id.partition("#")[0])

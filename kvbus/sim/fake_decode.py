@@ -121,7 +121,7 @@ class FakeDecode(FakeVllm):
                 self._queue.pop(0)
                 self._decline(request, "finished before it was scheduled")
                 self._end(request, "aborted")
-            elif reason := self._sink.why_not(request.hint):
+            elif reason := "short tail" if request.short_tail else self._sink.why_not(request.hint):
                 self._queue.pop(0)
                 self._decline(request, reason)
                 self._compute(request, "computed locally")

@@ -21,6 +21,7 @@ class Faults:
         stuck: a WRITE never ends by itself.
         bad_blocks: a decode engine registers blocks that it does not have.
         rebind: the router moves a request to another prefill engine, or repeats it, though the first engine is alive.
+        short_tail: no fault: a decode engine computes a prompt itself, since its cache has nearly all of it.
         clock_drift: how far an engine's clock may run fast or slow, as a share.
     """
 
@@ -38,6 +39,7 @@ class Faults:
     stuck: float = 0.0
     bad_blocks: float = 0.0
     rebind: float = 0.0
+    short_tail: float = 0.0
     clock_drift: float = 0.0
     mean_write_s: float = 0.05
 
@@ -57,6 +59,7 @@ ALL_FAULTS = Faults(
     stuck=0.01,
     bad_blocks=0.01,
     rebind=0.05,
+    short_tail=0.02,
     clock_drift=0.005,
     mean_write_s=0.2,
 )
@@ -66,9 +69,9 @@ FAULT_KINDS = {
     "bus": Faults(drop=0.05, duplicate=0.1, delay=0.05, outage_every_s=30.0, freeze_every_s=30.0, stall_every_s=15.0),
     "partition": Faults(partition_every_s=5.0, mean_write_s=0.5),
     "kill": Faults(kill_every_s=10.0, mean_write_s=1.5),
-    "restart": Faults(kill_every_s=4.0, delay=0.3, duplicate=0.3, mean_write_s=0.5),
-    "rebind": Faults(rebind=0.5, delay=0.1, duplicate=0.3, write_failure=0.2),
-    "abort": Faults(abort=0.4, mean_write_s=0.5),
+    "restart": Faults(kill_every_s=4.0, short_tail=0.1, delay=0.3, duplicate=0.3, mean_write_s=0.5),
+    "rebind": Faults(rebind=0.5, short_tail=0.1, delay=0.1, duplicate=0.3, write_failure=0.2),
+    "abort": Faults(abort=0.4, short_tail=0.1, mean_write_s=0.5),
     "forge": Faults(forge_every_s=0.0005, delay=0.05, duplicate=0.05, abort=0.1, rebind=0.1, mean_write_s=0.1),
 }
 

@@ -15,6 +15,7 @@ class Request:
         on_decode_lost: called when its decode engine died before the first token; returns whether another one is asked.
         takeover_s: how long a decode engine waits for the router to replace a lost prefill engine.
         bad_blocks: the decode engine registers blocks that it does not have.
+        short_tail: the decode engine computes it itself.
     """
 
     transfer_id: str
@@ -29,6 +30,7 @@ class Request:
     takeover_s: float = 0.0
     prefill_fails: bool = False
     bad_blocks: bool = False
+    short_tail: bool = False
     source: str = ""
     sink: str = ""
     prefilled: bool = False

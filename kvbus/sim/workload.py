@@ -55,6 +55,7 @@ class Workload:
             takeover_s=router_rng.choice((0.0, 2.0)) * timing.wait,
             prefill_fails=fails,
             bad_blocks=router_rng.random() < faults.bad_blocks,
+            short_tail=router_rng.random() < faults.short_tail,
         )
         request.on_event = lambda event: self._count_event(request, event)
         request.on_decode_lost = lambda: self._replace_decode(request)

@@ -61,12 +61,16 @@ class Delivered(FromSink):
 
 @dataclass(frozen=True, slots=True)
 class Cancel(FromSink):
-    """The decode engine no longer wants this attempt. ``release``: nor any other; P may free its blocks."""
+    """The decode engine no longer wants this attempt. ``release``: nor any other; P may free its blocks.
+
+    ``local_tokens``: it computes the prompt itself, of which so many tokens are not in its cache; 0 if it does not.
+    """
 
     KIND = "cancel"
 
     reason: str
     release: bool = True
+    local_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from kvbus.router.request.failover_events import (
     SendDecode,
     SendPrefill,
     SinkAnswered,
+    SinkComputes,
     SinkLost,
     SourceAnswered,
     SourceLost,
@@ -293,3 +294,31 @@ def test_whatever_happens_in_whatever_order() -> None:
         assert moved <= 3
         sent = [(each.sink.engine, each.attempt) for each in effects if isinstance(each, SendDecode)]
         assert len({engine for engine, _ in sent}) == len(sent), "no lost engine is asked again"
+
+
+class TestADecodeEngineThatComputesThePromptItself:
+    def test_needs_no_prefill(self) -> None:
+        failover = begun()
+        assert failover.apply(SinkComputes("D", 1), ALL) == [Release(P, D, 1)]
+        assert failover.apply(SinkComputes("D", 1), ALL) == [], "said twice"
+        assert failover.apply(SourceLost(1, "reset"), ALL) == [], "nobody waits for it"
+        assert failover.apply(SinkAnswered(1, 200), ALL) == [PassOn()]
+
+    def test_another_one_does(self) -> None:
+        failover = begun()
+        failover.apply(SinkComputes("D", 1), ALL)
+        assert failover.apply(SinkLost(1, "reset"), ALL) == [
+            TookOver("decode", "D", "E", 2, "reset"),
+            SendPrefill(P, 2),
+            SendDecode(E, P, 2, 5.0),
+        ]
+
+    @pytest.mark.parametrize("said", [SinkComputes("E", 1), SinkComputes("D", 2)])
+    def test_is_the_one_that_was_asked(self, said: SinkComputes) -> None:
+        assert begun().apply(said, ALL) == []
+
+    def test_a_refusal_of_the_prompt_goes_first(self) -> None:
+        failover = begun()
+        failover.apply(SourceRefused(1, NO), ALL)
+        assert failover.apply(SinkComputes("D", 1), ALL) == []
+        assert failover.apply(VerdictDue(), ALL) == [Release(P, D, 1), Refuse(NO)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.engines import ARGUMENTS, BLOCK_LEASE_S, say
+from support.engines import ARGUMENTS, BLOCK_LEASE_S, TRANSFER_ALL, say
 
 from kvbus.local import Cluster, cache_dir, tiny
 from kvbus.local.cluster import Engine, EngineSpec, wait_until
@@ -50,6 +50,6 @@ def reference(booting_reference: Engine) -> str:
 @pytest.fixture(scope="session")
 def cluster(model: Path, logs: Path, booting_reference: Engine) -> Iterator[Cluster]:
     """One prefill and one decode engine behind the router."""
-    extra = {"block_lease_s": BLOCK_LEASE_S}
+    extra = {"block_lease_s": BLOCK_LEASE_S, **TRANSFER_ALL}
     with Cluster(model, logs, arguments=ARGUMENTS, extra=extra, say=say) as running:
         yield running

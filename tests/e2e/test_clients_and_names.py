@@ -13,7 +13,7 @@ from anthropic import AsyncAnthropic
 from anthropic import NotFoundError as AnthropicNotFoundError
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, NotFoundError
 from support.adapter import adapter
-from support.engines import ARGUMENTS, assert_came_from_outside, post, prompt, prompt_tokens, say
+from support.engines import ARGUMENTS, TRANSFER_ALL, assert_came_from_outside, post, prompt, prompt_tokens, say
 
 from kvbus.local import Cluster
 from kvbus.local.cluster import Engine, EngineSpec, wait_until
@@ -64,7 +64,9 @@ def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     arguments += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"early={adapters / 'early'}"]
     alone = Engine(EngineSpec("alone", model, MODEL, arguments=arguments, environment=ENVIRONMENT), folder)
     try:
-        with Cluster(model, folder, arguments=arguments, environment=ENVIRONMENT, say=say) as cluster:
+        with Cluster(
+            model, folder, arguments=arguments, extra=TRANSFER_ALL, environment=ENVIRONMENT, say=say
+        ) as cluster:
             wait_until(lambda: alone.healthy, [alone.child], "booting an engine by itself", say)
             yield Two(cluster, alone.url, adapters)
     finally:

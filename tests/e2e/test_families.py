@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from support.engines import complete, complete_all, prompt_tokens, say
+from support.engines import TRANSFER_ALL, complete, complete_all, prompt_tokens, say
 from support.families import VOCABULARY, family
 
 from kvbus.errors import LocalClusterError
@@ -137,6 +137,7 @@ async def test_equals_one_engine(
         arguments=[*ARGUMENTS, *row.arguments],
         prefill_arguments=row.prefill,
         decode_arguments=row.decode,
+        extra=TRANSFER_ALL,
         transfer={"kv_role": row.role} if row.role else None,
         environment=row.environment,
         say=say,

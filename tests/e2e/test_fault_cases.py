@@ -20,7 +20,17 @@ import msgpack
 import psutil
 import pytest
 from support.ears import Ears, listening
-from support.engines import ARGUMENTS, Completion, complete, complete_all, post, prompt, prompt_tokens, say
+from support.engines import (
+    ARGUMENTS,
+    TRANSFER_ALL,
+    Completion,
+    complete,
+    complete_all,
+    post,
+    prompt,
+    prompt_tokens,
+    say,
+)
 from support.hurt import Hurt, Orders
 from support.waiting import eventually
 
@@ -69,6 +79,7 @@ def pair(model: Any, hurt: Hurt, tmp_path_factory: pytest.TempPathFactory) -> It
         arguments=[*ARGUMENTS, "--num-gpu-blocks-override", str(POOL)],
         decode_arguments=["--max-num-seqs", str(SLOTS)],
         extra={
+            **TRANSFER_ALL,
             "block_lease_s": BLOCK_LEASE_S,
             "transfer_timeout_s": TRANSFER_TIMEOUT_S,
             "max_write_s": MAX_WRITE_S,
@@ -76,7 +87,7 @@ def pair(model: Any, hurt: Hurt, tmp_path_factory: pytest.TempPathFactory) -> It
             "registration": "eager",  # the faults of blocks that are held early
         },
         transfer={"kv_connector": "HurtConnector", "kv_connector_module_path": "support.hurt_connector"},
-        environment=hurt.environment,
+        environment={**hurt.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},  # two processes: each can fail alone
         say=say,
     ) as running:
         yield running

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.engines import ARGUMENTS as PLAIN
-from support.engines import assert_came_from_outside, complete, prompt, prompt_tokens, say
+from support.engines import TRANSFER_ALL, assert_came_from_outside, complete, prompt, prompt_tokens, say
 from support.waiting import eventually
 
 from kvbus.bus import NatsBus
@@ -69,7 +69,7 @@ def free_blocks(cluster: Cluster) -> dict[str, int]:
 async def test_whatever_a_forger_says_the_cluster_answers_right(model: Path, tmp_path: Path, reference: str) -> None:
     prompts = [prompt(40 + 23 * number, seed=500 + number) for number in range(PROMPTS)]
     expected = [(await complete(reference, ids)).tokens for ids in prompts]
-    with Cluster(model, tmp_path, arguments=ARGUMENTS, say=say) as cluster:
+    with Cluster(model, tmp_path, arguments=ARGUMENTS, extra=TRANSFER_ALL, say=say) as cluster:
         for ids in prompts[:2]:
             await complete(cluster.url, ids)
         await eventually(lambda: len(set(free_blocks(cluster).values())) == 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from support.engines import (
     ARGUMENTS,
+    TRANSFER_ALL,
     assert_came_from_outside,
     complete,
     complete_all,
@@ -39,6 +40,7 @@ async def test_unequal_tp_equals_the_reference(
         arguments=ARGUMENTS,
         prefill_arguments=["--tensor-parallel-size", str(prefill_tp)],
         decode_arguments=["--tensor-parallel-size", str(decode_tp)],
+        extra=TRANSFER_ALL,
         say=say,
     ) as cluster:
         decode = cluster.engines["decode-0"].url
@@ -57,7 +59,9 @@ async def test_unequal_tp_equals_the_reference(
 @pytest.fixture(scope="module")
 def tiny_pools(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     arguments = [*ARGUMENTS, "--num-gpu-blocks-override", "140"]
-    with Cluster(model, tmp_path_factory.mktemp("tiny-pools"), arguments=arguments, say=say) as cluster:
+    with Cluster(
+        model, tmp_path_factory.mktemp("tiny-pools"), arguments=arguments, extra=TRANSFER_ALL, say=say
+    ) as cluster:
         yield cluster
 
 
@@ -110,15 +114,15 @@ async def test_chat_with_the_real_model_equals_the_reference(tmp_path: Path) -> 
     arguments = ("--max-model-len", "2048", "--seed", "1")
     engine = Engine(EngineSpec("real-reference", folder, folder.name, arguments=arguments), tmp_path)
     try:
-        wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
-        expected = [await chat(engine.url, folder.name, question) for question in CHATS]
+        with Cluster(folder, tmp_path, arguments=arguments, extra=TRANSFER_ALL, say=say) as cluster:
+            wait_until(lambda: engine.healthy, [engine.child], "booting the reference", say)
+            expected = [await chat(engine.url, folder.name, question) for question in CHATS]
+            before = await prompt_tokens(cluster.engines["decode-0"].url)
+            got = [await chat(cluster.url, folder.name, question) for question in CHATS]
+            spent = await prompt_tokens(cluster.engines["decode-0"].url) - before
     finally:
         engine.child.stop()
     assert "Paris" in expected[0]["choices"][0]["message"]["content"]
-    with Cluster(folder, tmp_path, arguments=arguments, say=say) as cluster:
-        before = await prompt_tokens(cluster.engines["decode-0"].url)
-        got = [await chat(cluster.url, folder.name, question) for question in CHATS]
-        spent = await prompt_tokens(cluster.engines["decode-0"].url) - before
     router = (tmp_path / "router.log").read_text()
     assert router.rstrip().endswith("every request has ended; stopping"), "told once, in time (R2)"
     assert len((tmp_path / "traces.jsonl").read_text().splitlines()) == len(CHATS)

@@ -14,7 +14,7 @@ from kvbus.router import proxy
 from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER, reply, streaming
 from kvbus.router.request.reply import ATTEMPT_HEADER
 from kvbus.router.settings import Settings
-from kvbus.wire import RegistrationAck, TransferFailed, encode
+from kvbus.wire import Cancel, RegistrationAck, TransferFailed, encode
 
 
 def first_asked(front: Front, *names: str) -> FakeApi | None:
@@ -73,6 +73,43 @@ async def test_another_prefill_engine_takes_over(how: str) -> None:
         ]
         assert {(each.attempt, each.sink_engine) for each in front.cancels} == {(1, "D")}, "what the lost one may have"
         assert await front.metric('kvbus_router_takeovers_total{lost="prefill"}') == 1
+
+
+def computes_itself(front: Front, transfer_id: str, attempt: int = 1) -> None:
+    """The decode engine D says so on the bus, of one transfer."""
+    cancel = Cancel(transfer_id, attempt, "D", 1, "r", "only 3 of its tokens are not cached", local_tokens=3)
+    front.broker.route(SUBJECTS.cancels("P", "D"), encode(cancel))
+
+
+async def test_a_prefill_that_decode_does_not_need_is_ended() -> None:
+    async with fronted("P", "D") as front:
+        hold(front, "PD")
+        asking = front.ask()
+        await eventually(lambda: front["P"].requests and front["D"].requests)
+        computes_itself(front, front["D"].params[0]["transfer_id"], attempt=2)  # of no attempt that there is
+        computes_itself(front, front["D"].params[0]["transfer_id"])
+        await eventually(lambda: front["P"].cancelled == 1)
+        front["D"].hold.set()
+        answer = await asking
+        assert (answer.status, answer.text) == (200, '{"ok": true}')
+        assert await front.metric('kvbus_router_alone_total{why="decode"}') == 1
+        assert await front.metric("kvbus_router_takeovers_total") == 0
+
+
+async def test_of_two_samples_both_must_not_need_it() -> None:
+    async with fronted("P", "D") as front:
+        hold(front, "PD")
+        asking = front.ask(n=2)
+        await eventually(lambda: front["P"].requests and front["D"].requests)
+        transfer_id = front["D"].params[0]["transfer_id"]
+        computes_itself(front, transfer_id)
+        computes_itself(front, f"{transfer_id}#7.0")  # of no sample that there is
+        await front.metric("kvbus_router_alone_total")  # both are heard by now
+        assert front["P"].cancelled == 0
+        computes_itself(front, f"{transfer_id}#1.0")
+        await eventually(lambda: front["P"].cancelled == 1)
+        front["D"].hold.set()
+        assert (await asking).status == 200
 
 
 async def test_a_frozen_engines_leg_is_dropped() -> None:

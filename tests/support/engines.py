@@ -16,6 +16,7 @@ TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 # Summing in another order, over ranks or in a batch, changes the last bits; in float32 too few to change an answer.
 EXACT = ("--dtype", "float32", "--seed", "1")
 ARGUMENTS = ("--max-model-len", "4096", "--block-size", "32", "--max-num-batched-tokens", "256", *EXACT, *TOOLS)
+TRANSFER_ALL = {"local_prefill_tokens": 0}  # short prompts, too
 BLOCK_LEASE_S = 10.0  # of the shared cluster
 VOCABULARY = range(300, 4000)  # of the tiny model, without its special tokens and single bytes
 

@@ -82,7 +82,8 @@ class FakeEngine:
     decodes_at_once: bool = True
 
     def __post_init__(self) -> None:
-        config = Config(nats_url="nats://memory", http_address="127.0.0.1:1", heartbeat_interval_s=0.05, **self.options)
+        options = {"heartbeat_interval_s": 0.05, "local_prefill_tokens": 0, **self.options}
+        config = Config(nats_url="nats://memory", http_address="127.0.0.1:1", **options)
         own = Heartbeat(self.name, self.incarnation, 0, self.role, State.STARTING, self.ranks, "m", compat=self.compat)
         self.own = own
         self.planes = [

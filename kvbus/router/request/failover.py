@@ -33,6 +33,7 @@ from kvbus.router.request.failover_events import (
     SendDecode,
     SendPrefill,
     SinkAnswered,
+    SinkComputes,
     SinkLost,
     SourceAnswered,
     SourceLost,
@@ -118,21 +119,34 @@ class Failover:
                 return self._rebound(attempt, refused)
             case EngineLeft(engine, incarnation, why):
                 return self._leave((engine, incarnation), why, options)
-            case TransferLost(engine, attempt, why, has_kv):
-                current = self.source is not None and engine == self.source.engine and attempt == self.attempt
-                if not current or self._refusal is not None:
-                    return []
-                if has_kv and self._prefill is _Prefill.RUNNING:  # the bus was faster than the answer to its leg
-                    self._prefill = _Prefill.DONE
-                kept = self.source if self._prefill is _Prefill.DONE else None
-                effects = self._lose_source(why, options, keep=kept is not None)
-                self._kv_holder = kept
-                return effects
+            case TransferLost():
+                return self._lose_transfer(event, options)
+            case SinkComputes(engine, attempt):
+                return self._end_prefill() if (engine, attempt) == (self.sink.engine, self.attempt) else []
             case VerdictDue():
                 return self._refuse() if self._refusal is not None else []
             case ClientLeft():
                 self.over = True
                 return self._release()
+
+    def _lose_transfer(self, lost: TransferLost, options: Options) -> list[Effect]:
+        current = self.source is not None and (lost.engine, lost.attempt) == (self.source.engine, self.attempt)
+        if not current or self._refusal is not None:
+            return []
+        if lost.kept and self._prefill is _Prefill.RUNNING:  # the bus was faster than the answer to its leg
+            self._prefill = _Prefill.DONE
+        kept = self.source if self._prefill is _Prefill.DONE else None
+        effects = self._lose_source(lost.why, options, keep=kept is not None)
+        self._kv_holder = kept
+        return effects
+
+    def _end_prefill(self) -> list[Effect]:
+        """Decode needs it no more. A refusal of the prompt is still waited for: it is the better answer."""
+        if self._refusal is not None:
+            return []
+        effects = self._release()
+        self.source, self._prefill, self._asked, self._kv_holder = None, _Prefill.NONE, None, None
+        return effects
 
     def _answered(self, status: int) -> list[Effect]:
         self.over = True

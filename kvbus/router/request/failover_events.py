@@ -81,6 +81,14 @@ class TransferLost:
 
 
 @dataclass(frozen=True, slots=True)
+class SinkComputes:
+    """The decode engine says on the bus that it computes the prompt itself, and takes no KV under ``attempt``."""
+
+    engine: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class VerdictDue:
     """The decode engine had enough time to refuse in its own words what the prefill engine refused."""
 
@@ -99,6 +107,7 @@ Event = (
     | RebindAnswered
     | EngineLeft
     | TransferLost
+    | SinkComputes
     | VerdictDue
     | ClientLeft
 )

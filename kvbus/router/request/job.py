@@ -11,6 +11,7 @@ from kvbus.bus import Node
 from kvbus.router.fleet import Fleet
 from kvbus.router.metrics import Meters
 from kvbus.router.request.apis import Body, Dialect
+from kvbus.router.request.leg_bodies import transfers_of
 from kvbus.router.settings import Settings
 from kvbus.trace import MarkName, Trace
 
@@ -47,6 +48,11 @@ class Job:
     tokens: int
     arrived_at: float
     trace: Trace | None
+
+    @property
+    def transfers(self) -> list[str]:
+        """The ids of its transfers: one for each sample of each prompt."""
+        return transfers_of(self.body, self.transfer_id, self.dialect)
 
     @property
     def streams(self) -> bool:

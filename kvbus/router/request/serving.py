@@ -44,6 +44,7 @@ class Serving:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: set[asyncio.Task[None]] = set()
         self._decode_leg_sent_at = 0.0
+        self._computed_on_decode: set[tuple[int, str]] = set()
         self._result: events.PassOn | events.Refuse | events.Fail | None = None
         self._ended = "client left"
 
@@ -83,6 +84,20 @@ class Serving:
     def transfer_lost(self, engine: str, attempt: int, why: str, *, kept: bool) -> None:
         """Called when a prefill engine says that this request's transfer failed."""
         self._inbox.put_nowait(events.TransferLost(engine, attempt, why, kept))
+
+    def decode_computes(self, transfer_id: str, engine: str, attempt: int) -> None:
+        """Called when a decode engine says that it computes this transfer's prompt itself.
+
+        A request of several prompts or samples still needs its prefill, until this is said of all of them.
+        """
+        missing = {(attempt, each) for each in self._job.transfers} - self._computed_on_decode
+        said = {(attempt, transfer_id)}
+        if (engine, attempt) != (self._failover.sink.engine, self._failover.attempt) or missing.isdisjoint(said):
+            return
+        self._computed_on_decode |= said
+        if missing == said:
+            self._meters.alone("decode")
+            self._inbox.put_nowait(events.SinkComputes(engine, attempt))
 
     def _stream_of(self, engine: str, incarnation: int) -> Stream | None:
         return self._legs.stream if (engine, incarnation) == key_of(self._failover.sink) else None

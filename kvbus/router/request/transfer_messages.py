@@ -10,7 +10,6 @@ from kvbus.bus import Node
 from kvbus.errors import BusUnavailableError, MessageError, PayloadTooLargeError
 from kvbus.router.request import failover_events as events
 from kvbus.router.request.job import Job
-from kvbus.router.request.leg_bodies import transfers_of
 from kvbus.wire import Rebind, RebindReply, Release
 
 TIMEOUT_S = 1.0
@@ -46,8 +45,8 @@ def publish_release(node: Node, job: Job, release: events.Release) -> None:
     prefill engine believes the decode engine.
     """
     subject, sink = node.subjects.releases(release.source.engine, node.me), release.sink
-    for transfer_id in transfers_of(job.body, job.transfer_id, job.dialect):
-        reason = "decode did not serve the request"
+    for transfer_id in job.transfers:
+        reason = "decode does not take it"
         word = Release(transfer_id, release.attempt, node.me, sink.engine, sink.incarnation, reason)
         with contextlib.suppress(PayloadTooLargeError):
             node.publish(subject, word)
