@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -13,7 +14,12 @@ from kvbus.config import REGISTRATIONS
 from kvbus.errors import ConfigError
 from kvbus.signals import run
 
-BENCH_ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
+BENCH_ARMS = ("kvbus", "push", "pull", "transfer", "single", *REGISTRATIONS)
+
+
+class BenchLoad(StrEnum):
+    PROMPTS = "prompts"
+    TURNS = "turns"
 
 
 def soak(
@@ -60,9 +66,14 @@ def bench(
     arms: Annotated[str, typer.Option(help=f"What to compare, by commas: {', '.join(BENCH_ARMS)}.")] = (
         "kvbus,push,pull"
     ),
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 1024,
-    rate: Annotated[float, number(help="Requests per second of the second workload.", min=0.1)] = 5.0,
+    workload: Annotated[BenchLoad, typer.Option(help="Prompts one at a time and at a rate, or conversations.")] = (
+        BenchLoad.PROMPTS
+    ),
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of each prompt; of turns, of the first.", min=1)] = 1024,
+    rate: Annotated[float, number(help="Requests per second; of turns, about.", min=0.1)] = 5.0,
     requests: Annotated[int, typer.Option(help="Requests of each workload in each round.", min=1)] = 60,
+    turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=2)] = 6,
+    new_tokens: Annotated[int, typer.Option(help="Tokens that each turn adds to the conversation.", min=1)] = 30,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
     decode_blocks: Annotated[int | None, typer.Option(help="Give decode only so many KV blocks.", min=1)] = None,
     model: ModelDir = None,
@@ -75,11 +86,14 @@ def bench(
     [bold]kvbus bench --rounds 3 --rate 5[/bold]
 
     [bold]kvbus bench --arms eager,jit --decode-blocks 200 --max-tokens 100[/bold] (when to take decode's blocks)
+
+    [bold]kvbus bench --workload turns --arms kvbus,transfer,single[/bold] (conversations: short tails computed on
+    decode, all of them transferred, one engine)
     """
     from rich.table import Table
 
+    from kvbus.local import Turns, cache_dir, tiny
     from kvbus.local import bench as benchmark
-    from kvbus.local import cache_dir, tiny
 
     with clear_errors():
         chosen = [arm.strip() for arm in arms.split(",")]
@@ -87,10 +101,13 @@ def bench(
             if arm not in benchmark.ARMS:
                 raise ConfigError("--arms", arm, ", ".join(benchmark.ARMS))
         folder = model if model is not None else tiny(cache_dir() / "tiny-qwen3")
-        loads = [
+        loads: list[benchmark.Workload | Turns] = [
             benchmark.Workload(prompt_tokens, None, requests, max_tokens),
             benchmark.Workload(prompt_tokens, rate, requests, max_tokens),
         ]
+        if workload is BenchLoad.TURNS:
+            sessions = -(-requests // turns)
+            loads = [Turns(sessions, turns, prompt_tokens, new_tokens, max_tokens, sessions / rate)]
         results = benchmark.run_bench(folder, run_folder(), chosen, loads, rounds, say, decode_blocks)
         if json_output:
             typer.echo(benchmark.as_json(results))

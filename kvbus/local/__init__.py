@@ -15,6 +15,7 @@ from kvbus.local.model import cache_dir, check_model_dir, smollm2, tiny
 from kvbus.local.nats_server import NatsServer
 from kvbus.local.process import Child, free_port, stop_all
 from kvbus.local.soak import Soak, as_json, run_soak
+from kvbus.local.turns import Turns
 
 __all__ = [
     "TRACES",
@@ -23,6 +24,7 @@ __all__ = [
     "EnginePlan",
     "NatsServer",
     "Soak",
+    "Turns",
     "as_json",
     "bench",
     "cache_dir",

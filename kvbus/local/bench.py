@@ -1,8 +1,11 @@
 """``kvbus bench``: time to first token of kvbus and of vLLM's own NIXL connectors, in interleaved rounds.
 
 vLLM's connectors are driven without a router, each leg straight to its engine: the best that they can do. kvbus is
-driven through its router, as users drive it. Prefix caching is off, so that every prompt's whole KV is transferred.
-The arms ``eager``, ``jit``, ``after_prefill`` and ``auto`` are kvbus with this ``registration``.
+driven through its router, as users drive it. Prefix caching is off, so that every prompt's whole KV is transferred, but
+for conversations (:class:`~kvbus.local.turns.Turns`).
+
+The arms ``eager``, ``jit``, ``after_prefill`` and ``auto`` are kvbus with this ``registration``; ``transfer`` is kvbus
+with ``local_prefill_tokens`` 0, ``single`` is one engine by itself.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from kvbus.local.cluster import HOST, Cluster, Engine, EngineSpec, Say, wait_unt
 from kvbus.local.load import (
     Figures,
     Prompt,
+    RequestResult,
     Stream,
     completion_body,
     figures,
@@ -34,12 +38,14 @@ from kvbus.local.load import (
     run_load,
 )
 from kvbus.local.process import free_port, stop_all
+from kvbus.local.turns import Turns
 from kvbus.router.request import new_transfer_id
 from kvbus.signals import run
 
-ARMS = ("kvbus", "push", "pull", *REGISTRATIONS)
-ARGUMENTS = ("--max-model-len", "4096", "--seed", "1", "--no-enable-prefix-caching")
-WARM_UP = 5
+ARMS = ("kvbus", "push", "pull", "transfer", "single", *REGISTRATIONS)
+ARGUMENTS = ("--max-model-len", "4096", "--seed", "1")
+UNCACHED = "--no-enable-prefix-caching"
+WARM_UP, WARM_UP_TOKENS = 5, 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,10 @@ class Workload:
     def name(self) -> str:
         return f"{self.prompt_tokens} tokens, " + ("one at a time" if self.rate is None else f"{self.rate:g}/s")
 
+    async def run(self, stream: Stream, seed: int) -> list[RequestResult]:
+        prompts = [make_prompt(self.prompt_tokens, 1000 * seed + index) for index in range(self.requests)]
+        return await run_load(stream, prompts, rate=self.rate, max_tokens=self.max_tokens, seed=seed)
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -69,7 +79,7 @@ def run_bench(
     model: Path,
     logs: Path,
     arms: Sequence[str],
-    loads: Sequence[Workload],
+    loads: Sequence[Workload | Turns],
     rounds: int,
     say: Say,
     decode_blocks: int | None = None,
@@ -85,13 +95,13 @@ def run_bench(
             folder = logs / f"{number}-{arm}"
             folder.mkdir(parents=True)
             say(f"round {number + 1}/{rounds}: {arm}")
-            with _boot(arm, model, folder, say, decode_blocks) as (stream, decode):
-                warm = [make_prompt(loads[0].prompt_tokens, 9_000 + index) for index in range(WARM_UP)]
+            arguments = [*ARGUMENTS, *([] if any(isinstance(load, Turns) for load in loads) else [UNCACHED])]
+            with _boot(arm, model, folder, arguments, say, decode_blocks) as (stream, decode):
+                warm = [make_prompt(WARM_UP_TOKENS, 9_000 + index) for index in range(WARM_UP)]
                 run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
                 for load in loads:
                     before = _preemptions(decode)
-                    prompts = [make_prompt(load.prompt_tokens, 1000 * number + index) for index in range(load.requests)]
-                    finished = run(run_load(stream, prompts, rate=load.rate, max_tokens=load.max_tokens, seed=number))
+                    finished = run(load.run(stream, number))
                     preempted = _preemptions(decode) - before
                     results.append(Result(arm, load.name, number, figures(finished), preempted))
                     say(f"  {load.name}: {_line(results[-1].figures)}, {preempted} preemptions on decode")
@@ -156,13 +166,25 @@ def _preemptions(engine: Engine) -> int:
 
 
 @contextlib.contextmanager
-def _boot(arm: str, model: Path, logs: Path, say: Say, decode_blocks: int | None) -> Iterator[tuple[Stream, Engine]]:
+def _boot(
+    arm: str, model: Path, logs: Path, arguments: Sequence[str], say: Say, decode_blocks: int | None
+) -> Iterator[tuple[Stream, Engine]]:
     """Yields how to send a prompt, and the decode engine."""
     small = ["--num-gpu-blocks-override", str(decode_blocks)] if decode_blocks is not None else []
-    if arm not in ("push", "pull"):
-        extra = {"registration": arm} if arm in REGISTRATIONS else {}
-        with Cluster(model, logs, arguments=ARGUMENTS, decode_arguments=small, extra=extra, say=say) as cluster:
+    if arm not in ("push", "pull", "single"):
+        extra: dict[str, Any] = {"registration": arm} if arm in REGISTRATIONS else {}
+        if arm == "transfer":
+            extra["local_prefill_tokens"] = 0
+        with Cluster(model, logs, arguments=arguments, decode_arguments=small, extra=extra, say=say) as cluster:
             yield plain_stream(cluster.url, model.name), cluster.engines["decode-0"]
+        return
+    if arm == "single":
+        single = Engine(EngineSpec("single", model, model.name, None, [*arguments, *small]), logs)
+        try:
+            wait_until(lambda: single.healthy, [single.child], "booting one engine", say)
+            yield plain_stream(single.url, model.name), single
+        finally:
+            single.child.stop()
         return
     connector = {"push": "NixlPushConnector", "pull": "NixlConnector"}[arm]
     side_ports = {"prefill": free_port(), "decode": free_port()}
@@ -174,8 +196,8 @@ def _boot(arm: str, model: Path, logs: Path, say: Say, decode_blocks: int | None
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[kind]),
             }
-            arguments = [*ARGUMENTS, *(small if kind == "decode" else [])]
-            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, arguments, environment), logs))
+            words = [*arguments, *(small if kind == "decode" else [])]
+            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, words, environment), logs))
         children = [engine.child for engine in engines]
         wait_until(lambda: all(engine.healthy for engine in engines), children, f"booting two engines ({arm})", say)
         make = _push_stream if arm == "push" else _pull_stream
