@@ -1,4 +1,4 @@
-"""An in-memory :class:`~kvbus.bus.port.Bus`: for tests, and for the chaos harness. It passes the same contract tests.
+"""An in-memory :class:`~kvbus.bus.port.Bus`: for tests, and for the simulator. It passes the same contract tests.
 
 Faults are context managers of the broker: ``with broker.dropping("reg.*"):``, ``with broker.down():``.
 """

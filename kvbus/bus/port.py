@@ -1,7 +1,7 @@
 """The port ``Bus``: what everything in kvbus knows of the message bus.
 
-:class:`~kvbus.bus.nats.NatsBus` is the real one, :class:`~kvbus.bus.memory.MemoryBus` the one for tests and the chaos
-harness; both pass the same contract tests.
+:class:`~kvbus.bus.nats.NatsBus` is the real one, :class:`~kvbus.bus.memory.MemoryBus` the one for tests and the
+simulator; both pass the same contract tests.
 """
 
 from __future__ import annotations

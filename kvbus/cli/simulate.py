@@ -17,23 +17,23 @@ from kvbus.signals import run
 def sim(
     transfers: Annotated[
         int | None,
-        typer.Option(help="How many requests, over lives of 200 each. Default: 10,000; in real time 1,000.", min=1),
+        typer.Option(help="How many requests, in runs of 200 each. Default: 10,000; in real time 1,000.", min=1),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the first life; the next ones count on.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the first run; the next ones count on.")] = 1,
     faults: Annotated[
         str, typer.Option(help="all, none, bus, partition, kill, restart, rebind, abort or forge.")
     ] = "all",
     bus: Annotated[
         str,
         typer.Option(
-            help="virtual: played, in virtual time; a seed gives the same life again. nats: the real shells over a "
-            "nats-server that is started, killed and frozen, in real time (a life takes about 20 s). memory: likewise "
+            help="virtual: simulated, in virtual time; a seed gives the same run again. nats: the real shells over a "
+            "nats-server that is started, killed and frozen, in real time (a run takes about 20 s). memory: likewise "
             "without a server. In real time a seed gives the same requests and faults, but not the same schedule."
         ),
     ] = "virtual",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Chaos: the real protocol code among played engines, with faults, its laws checked at every step.
+    """The real protocol code among simulated engines, with faults; its invariants are checked at every step.
 
     Examples:
 
@@ -65,7 +65,7 @@ def sim(
     for what, how_many in [*figures.items(), *summary.counts.most_common()]:
         table.add_row(what, f"{how_many:,}")
     Console().print(table)
-    say(f"no law was broken; {took_s:.0f} s")
+    say(f"no invariant was broken; {took_s:.0f} s")
 
 
 def scale(
@@ -80,7 +80,7 @@ def scale(
     """What one router and one nats-server cost with many engines, without a GPU.
 
     The router, the nats-server, the engines' connections and every message on the bus are real. What vLLM computes and
-    the memory that KV is written into are played.
+    the memory that KV is written into are simulated.
 
     Example: [bold]kvbus scale --engines 64 --rate 50 --minutes 10[/bold]
     """

@@ -1,7 +1,7 @@
 """What runs in an engine: its ranks, their writer threads, the scheduler's end of the bus, the port ``Transport``.
 
-Here the protocol's effects are performed. Nothing here knows vLLM or NIXL: ``kvbus_connector`` brings those, the chaos
-harness brings others.
+Here the protocol's effects are performed. Nothing here knows vLLM or NIXL: ``kvbus_connector`` brings those, the
+simulator brings others.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A :class:`~kvbus.engine.transport.Transport` without NIXL: block contents in dicts, WRITEs that end when told to.
 
-For tests and the chaos harness; the real plane passes the same contract tests.
+For tests and the simulator; the real plane passes the same contract tests.
 """
 
 from __future__ import annotations

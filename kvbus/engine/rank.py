@@ -1,6 +1,6 @@
 """One rank of an engine on the bus: performs what the matcher and the arrivals decide, on the transport.
 
-It has no thread: :class:`kvbus.engine.writer.Writer` drives it in engines, the chaos harness drives it step by step.
+It has no thread: :class:`kvbus.engine.writer.Writer` drives it in engines, the simulator drives it step by step.
 The one rule: whoever drives it does so from one thread, since the fence's checks and the posting of a WRITE must not be
 parted.
 """

@@ -1,7 +1,7 @@
 """The port ``Transport``: how KV blocks get from one engine's memory into another's.
 
-``kvbus_connector.nixl_plane`` is the real one, :mod:`kvbus.engine.memory_transport` the one for tests and the chaos
-harness; both pass the same contract tests.
+``kvbus_connector.nixl_plane`` is the real one, :mod:`kvbus.engine.memory_transport` the one for tests and the
+simulator; both pass the same contract tests.
 """
 
 from __future__ import annotations
