@@ -44,7 +44,8 @@ from kvbus.signals import run
 
 ARMS = ("kvbus", "push", "pull", "transfer", "single", *REGISTRATIONS)
 ARGUMENTS = ("--max-model-len", "4096", "--seed", "1")
-UNCACHED = "--no-enable-prefix-caching"
+UNCACHED = ("--no-enable-prefix-caching",)
+FINE = ("--block-size", "32")  # only full blocks are cached, and by default a CPU's have 128 tokens
 WARM_UP, WARM_UP_TOKENS = 5, 1024
 
 
@@ -95,7 +96,7 @@ def run_bench(
             folder = logs / f"{number}-{arm}"
             folder.mkdir(parents=True)
             say(f"round {number + 1}/{rounds}: {arm}")
-            arguments = [*ARGUMENTS, *([] if any(isinstance(load, Turns) for load in loads) else [UNCACHED])]
+            arguments = [*ARGUMENTS, *(FINE if any(isinstance(load, Turns) for load in loads) else UNCACHED)]
             with _boot(arm, model, folder, arguments, say, decode_blocks) as (stream, decode):
                 warm = [make_prompt(WARM_UP_TOKENS, 9_000 + index) for index in range(WARM_UP)]
                 run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))

@@ -33,10 +33,7 @@ class Turns:
 
     @property
     def name(self) -> str:
-        return (
-            f"turns 2 to {self.turns} of {self.sessions} sessions: {self.first_tokens} tokens, then {self.new_tokens} "
-            f"new ones and answers of {self.max_tokens}"
-        )
+        return f"turns 2-{self.turns}, {self.new_tokens} new tokens"
 
     async def run(self, stream: Stream, seed: int) -> list[RequestResult]:
         """Run all sessions; returns the results of every turn but the first, in no particular order.
