@@ -18,7 +18,7 @@ from support.engines import ARGUMENTS, say
 
 from kvbus.local import Cluster, make_prompt
 from kvbus.local.load import RequestResult, plain_stream, run_load
-from kvbus.wire import Message, PrefillCompleted, PrefillProgress, Registration
+from kvbus.wire import Delivered, Message, PrefillCompleted, PrefillProgress, Registration
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -95,15 +95,18 @@ async def test_a_killed_prefill_engine_is_replaced(crowd: Cluster, reference: st
 
 
 async def test_a_killed_decode_engine_is_replaced_without_a_second_prefill(crowd: Cluster, reference: str) -> None:
+    """Unless it had just said that the first token is out: prefill has let the KV go then, and the token is lost."""
+
     def registering(message: Message) -> bool:
         return isinstance(message, Registration) and message.sink_engine == "decode-0"
 
     _, ears = await load_and_kill(crowd, reference, 6000, "decode-0", registering)
     prefills = Counter(transfer_id for transfer_id, _ in {(m.transfer_id, m.request_id) for m in completed(ears)})
-    second = sum(number > 1 for number in prefills.values())
-    say(f"second prefills: {second}")
+    second = {transfer_id for transfer_id, number in prefills.items() if number > 1}
+    needed = {said.transfer_id for said in ears.all(Delivered, sink_engine="decode-0")}
+    say(f"second prefills: {len(second)}, {len(second & needed)} of them since the first token died with decode-0")
     await back_in_use(crowd, "decode-0", 6500)
-    assert second == 0
+    assert second <= needed
 
 
 async def test_engines_are_drained_removed_and_added_without_losing_a_request(crowd: Cluster, reference: str) -> None:
