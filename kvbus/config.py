@@ -43,6 +43,8 @@ class Config:
             half of its blocks would stay free, else jit. A request may say it, too.
         local_prefill_tokens: a decode engine computes a prompt itself if at most so many of its tokens are not in its
             prefix cache; 0: never.
+        history: prefill and decode engines that have it give each other what they have of a conversation; see
+            docs/protocol.md.
         write_lease_s, max_write_s: see :mod:`kvbus.protocol.lease`; the same in all engines of a namespace.
     """
 
@@ -59,6 +61,7 @@ class Config:
     max_write_s: float = 2.0
     registration: str = "auto"
     local_prefill_tokens: int = 64
+    history: bool = False
 
     def __post_init__(self) -> None:
         for server in self.servers:
@@ -143,6 +146,8 @@ def _read(text: str, wanted: Any) -> Any:
     """``text`` in the type ``wanted``; as it is where it is no such thing, for :func:`_typed` to refuse."""
     if wanted == tuple[str, ...]:
         return [each.strip() for each in text.split(",")]
+    if wanted is bool and text in ("true", "false"):
+        return text == "true"
     if wanted in (float, int):
         with contextlib.suppress(ValueError):
             return wanted(text)
@@ -169,7 +174,7 @@ def _typed(key: str, value: Any, wanted: Any) -> Any:
         return float(value)
     if wanted == tuple[str, ...] and isinstance(value, list | tuple):
         return tuple(value)
-    if wanted in (str, int) and type(value) is wanted:
+    if wanted in (str, int, bool) and type(value) is wanted:
         return value
-    names = {str: "text", float: "a number", int: "a whole number"}
+    names = {str: "text", float: "a number", int: "a whole number", bool: "true or false"}
     raise ConfigError(key, value, names.get(wanted, "a list of text"))

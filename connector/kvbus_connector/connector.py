@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
 
 # vLLM imports this module in each process, and only where it is the connector, before anything asks for the layout.
 choose_state_layout()
@@ -136,7 +139,8 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._scheduling.allocated(request, blocks.get_unhashed_block_ids_all_groups(), num_external_tokens)
+        missing, all_blocks = blocks.get_unhashed_block_ids_all_groups(), blocks.get_block_ids()
+        self._scheduling.allocated(request, missing, num_external_tokens, all_blocks)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVBusMetadata:
         return KVBusMetadata(self._scheduling.plan_step(scheduler_output.num_scheduled_tokens))
@@ -221,7 +225,12 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[C
     vllm_nixl.check_state_layout(kv_cache_config)
     check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
-    return config, heartbeat_of(vllm_config, vllm.__version__, config)
+    own = heartbeat_of(vllm_config, vllm.__version__, config)
+    if not config.history:
+        return config, own
+    if obstacle := vllm_nixl.why_no_history(vllm_config, kv_cache_config):
+        logger.info("kvbus: conversations' histories stay where they are: %s", obstacle)
+    return config, replace(own, history=not obstacle)
 
 
 def _log_like_vllm() -> None:

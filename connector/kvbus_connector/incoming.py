@@ -132,14 +132,14 @@ class Incoming:
             traceparent=traceparent_of(request),
         )
         incoming.stage = Stage.RECEIVING
-        self._mark(incoming, MarkName.REGISTERING)
+        self._mark(incoming, MarkName.REGISTERING, str(registration.cached_tokens or ""))
         self._expect[request.request_id] = registration.attempt
         try:
             self._sink.register(registration, incoming.hint)
         except PayloadTooLargeError as error:
             self._complain(request, str(error))
             incoming.takeover_s = 0.0
-            self._give_up(request.request_id, str(error))
+            self.give_up(request.request_id, str(error))
             return
         if (rebound := incoming.rebound) is not None:  # it came meanwhile, and found nothing registered
             self._sink.rebound(request.request_id, *rebound)
@@ -161,8 +161,6 @@ class Incoming:
     def plan(self, plan: StepPlan, scheduled: Collection[str]) -> None:
         """Put into ``plan`` what the workers must know; look who runs in this step, and who has got a first token."""
         self._tails.begin_step()
-        for given_up in self._sink.poll():
-            self._give_up(given_up.request_id, given_up.reason)
         for incoming in [each for each in self._requests.values() if each.stage is Stage.STARTING]:
             if incoming.request.num_output_tokens:
                 self._mark(incoming, MarkName.TOKEN)
@@ -258,7 +256,8 @@ class Incoming:
         else:  # its KV, or its end, was faster: the other prefill engine works for nobody
             self._decline(incoming, "not needed any more")
 
-    def _give_up(self, request_id: str, reason: str) -> None:
+    def give_up(self, request_id: str, reason: str) -> None:
+        """Nothing is written for this request any more."""
         incoming = self._requests.get(request_id)
         if incoming is not None and incoming.stage is Stage.RECEIVING:
             self._mark(incoming, MarkName.GIVEN_UP, reason)

@@ -13,7 +13,7 @@ from typing import Any
 from kvbus.bus import Node
 from kvbus.errors import PayloadTooLargeError
 from kvbus.trace import Marking, MarkName, Traced, traced
-from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress
+from kvbus.wire import FIRST_ATTEMPT, Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Release
 from kvbus.wire import blocks as block_runs
 
 from .block_rules import BlockRules
@@ -109,6 +109,33 @@ class Outgoing:
             "prefill_engine_id": self._own.engine,
         }
 
+    def announce_history(self, request: Any, name: str, tokens: int) -> None:
+        """The first ``tokens`` of a request that another engine prefills are here, or soon are; see :mod:`.history`."""
+        about = self._about(TransferName(name, name), request.request_id)
+        self._say(PrefillProgress(**about, computed=0, total=tokens))
+
+    def offer_history(self, request: Any, name: str, block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """These blocks can be written now."""
+        self._say(
+            PrefillCompleted(
+                **self._about(TransferName(name, name), request.request_id),
+                blocks=block_runs.to_runs(block_ids),
+                tokens=tokens,
+                digest=digest_of(request, tokens),
+                traceparent=traceparent_of(request),
+            )
+        )
+
+    def say_no_history(self, request: Any, name: str) -> None:
+        about = self._about(TransferName(name, name), request.request_id)
+        self._say(PrefillFailed(**about, reason="nothing is cached"))
+
+    def withdraw(self, name: str) -> None:
+        """Let the ranks drop the history ``name``, unless they are writing it."""
+        me = self._own
+        word = Release(name, FIRST_ATTEMPT, me.engine, me.engine, me.incarnation, "nobody waits for it")
+        self._node.publish(self._node.subjects.releases(me.engine, me.engine), word)
+
     def plan(self, plan: StepPlan, scheduled_tokens: Mapping[str, int]) -> None:
         """Tell the bus how far the prefills are, and put into ``plan`` what has ended."""
         for request_id, prefill in self._prefilling.items():
@@ -116,7 +143,8 @@ class Outgoing:
                 continue
             if not prefill.scheduled:
                 prefill.scheduled = True
-                self._marking.mark(prefill.traced, MarkName.PREFILL_SCHEDULED)
+                note = str(prefill.request.num_computed_tokens or "")
+                self._marking.mark(prefill.traced, MarkName.PREFILL_SCHEDULED, note=note)
             request = prefill.request
             computed = request.num_computed_tokens + scheduled_tokens[request_id]
             if computed <= request.num_prompt_tokens:

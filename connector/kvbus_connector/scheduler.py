@@ -25,6 +25,8 @@ from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 from .address import serving_address
 from .block_rules import BlockRules
 from .door import Door
+from .history import HistoryTaker, PrefillSpeed
+from .history_giver import HistoryGiver
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
@@ -76,7 +78,11 @@ class SchedulerHalf:
             config.local_prefill_tokens,
         )
         self._outgoing = Outgoing(own, rules, self.node, marking)
+        self._speed = PrefillSpeed()
+        self._giver = HistoryGiver(own, self._outgoing, self._block_size)
+        self._taker = HistoryTaker(own, self._sink, self.node.counters, marking, self._block_size, self._speed)
         self._sink.watch_prefills(self._incoming.prefill_moved)
+        self._sink.watch_prefills(self._taker.moved)
         self._sink.serve_rebind(self._incoming.rebind)
         self.node.serve(self.node.subjects.drain(own.engine), DrainRequest, self._drain)
         serve_metadata(self.node, own, self._payloads)
@@ -114,14 +120,32 @@ class SchedulerHalf:
         self._looked_at = time.monotonic()
         self._incoming.arrived(request)
         self._outgoing.arrived(request)
+        self._taker.arrived(request)
 
     def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
-        """See :meth:`Incoming.tokens_from_outside`."""
-        return self._incoming.tokens_from_outside(request, computed_tokens)
+        """See :meth:`Incoming.tokens_from_outside`; of a prefill, :meth:`HistoryTaker.tokens_from_outside`."""
+        params = request.kv_transfer_params
+        end = self._taker if params and params.get("do_remote_decode") else self._incoming
+        return end.tokens_from_outside(request, computed_tokens)
 
-    def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """See :meth:`Incoming.allocated`."""
+    def allocated(
+        self,
+        request: Any,
+        block_ids: Sequence[Sequence[int]],
+        external_tokens: int,
+        all_block_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """vLLM has allocated blocks.
+
+        Args:
+            block_ids: those still to be filled.
+            external_tokens: as :meth:`tokens_from_outside` said.
+            all_block_ids: those that were cached, too.
+        """
         self._incoming.allocated(request, block_ids, external_tokens)
+        self._taker.allocated(request, block_ids, external_tokens)
+        if external_tokens and self._incoming.awaits(request.request_id):
+            self._giver.offer(request, all_block_ids, request.num_prompt_tokens - external_tokens)
 
     def finished(
         self, request: Any, block_ids: Sequence[Sequence[int]], *, prefilled: bool
@@ -133,6 +157,7 @@ class SchedulerHalf:
         """
         self._requests -= 1
         self._incoming.finished(request)
+        self._taker.finished(request)
         params = request.kv_transfer_params
         if params and params.get("do_remote_decode"):
             return self._outgoing.finished(request, block_ids, prefilled=prefilled)
@@ -141,10 +166,18 @@ class SchedulerHalf:
     def plan_step(self, scheduled_tokens: Mapping[str, int]) -> StepPlan:
         """What the worker half must know in this step; ``scheduled_tokens`` of each request that runs in it."""
         self._looked_at = time.monotonic()
+        self._speed.begin_step(sum(scheduled_tokens.values()), self._looked_at)
         plan = StepPlan(public_key=self._own.public_key)
+        for given_up in self._sink.poll():
+            self._incoming.give_up(given_up.request_id, given_up.reason)
+            self._taker.give_up(given_up.request_id, given_up.reason)
         self._incoming.plan(plan, scheduled_tokens)
+        expect, abandon = self._taker.plan()
+        plan.expect.update(expect)
+        plan.abandon += abandon
+        hurry = self._giver.plan(bool(scheduled_tokens))
         self._outgoing.plan(plan, scheduled_tokens)
-        if not scheduled_tokens and not plan and self._incoming.waiting:
+        if not scheduled_tokens and not plan and not hurry and (self._incoming.waiting or self._taker.waiting):
             # Nothing to run and nothing to say: vLLM would step a thousand times a second for as long as a prefill
             # takes, on two processes that other engines may need the cores of.
             self._sink.wait_for_news(IDLE_WAIT_S)
@@ -152,14 +185,20 @@ class SchedulerHalf:
 
     def admit(self, received: set[str], failed: set[str], sent: set[str]) -> None:
         """The last door before vLLM, which ends the engine for an id that it does not wait for: such are taken out."""
-        self._door.keep(received, self._incoming.awaits, "finished_recving")
-        self._door.keep(failed, self._incoming.awaits, "failed_recving")
+        self._speed.end_step(time.monotonic())
+        self._giver.admit(received, failed, sent)
+        self._door.keep(received, self._awaits, "finished_recving")
+        self._door.keep(failed, self._awaits, "failed_recving")
         self._door.keep(sent, self._outgoing.holds, "finished_sending")
 
     def step_done(self, received: Collection[str], failed: Collection[str], sent: Collection[str]) -> None:
         """The workers have reported these receives as over, some of them as failed, and no longer need ``sent``."""
         self._incoming.reported(received, failed)
+        self._taker.reported(received, failed)
         self._outgoing.released(sent)
+
+    def _awaits(self, request_id: str) -> bool:
+        return self._incoming.awaits(request_id) or self._taker.awaits(request_id)
 
     # Other threads
 
@@ -227,7 +266,7 @@ def _make_node(config: Config, own: Heartbeat, bus: Bus, keys: Keys) -> Node:
         name=f"kvbus-{own.engine[:8]}-scheduler",
         membership=Membership(dead_after_s=config.dead_after_s),
         heartbeat_interval_s=config.heartbeat_interval_s,
-        hears=sources_of(own.role),
+        hears=sources_of(own),
         keys=keys,
         speaker=own.engine,
     )

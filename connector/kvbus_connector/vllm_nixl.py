@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvbus.errors import ConfigError
 
@@ -73,6 +74,25 @@ def check_state_layout(kv_cache_config: Any) -> None:
     if layout != "DS":
         raise ConfigError("VLLM_SSM_CONV_STATE_LAYOUT", layout, "DS in the environment, for a model with Mamba layers")
     logger.info("kvbus: the states of Mamba layers lie in the layout that NIXL needs: VLLM_SSM_CONV_STATE_LAYOUT=DS")
+
+
+def why_no_history(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Why this engine cannot give or take the beginning of a conversation; empty if it can.
+
+    Only a cache of full attention keeps all blocks of a prefix. One of a sliding window, or of Mamba states, has holes.
+    """
+    if not vllm_config.cache_config.enable_prefix_caching:
+        return "prefix caching is off"
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return 'kv_load_failure_policy is not "recompute", so one that does not come would fail the request'
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    if len(specs) == 1 and isinstance(specs[0], UniformTypeKVCacheSpecs):
+        kinds = {type(each) for each in specs[0].kv_cache_specs.values()}
+    else:
+        kinds = {type(each) for each in specs}
+    if len(specs) != 1 or not kinds <= {FullAttentionSpec, MLAAttentionSpec}:
+        return f"the model's cache is not one of full attention: {', '.join(sorted(each.__name__ for each in kinds))}"
+    return ""
 
 
 def _backends(vllm_config: Any) -> list[str]:

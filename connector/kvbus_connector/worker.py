@@ -97,7 +97,7 @@ class WorkerHalf:
             Subjects(self._config.namespace),
             name=name,
             membership=Membership(dead_after_s=self._config.dead_after_s),
-            hears=sinks_of(own.role),
+            hears=sinks_of(own),
             keys=self._keys,
             speaker=own.engine,
         )
@@ -121,7 +121,7 @@ class WorkerHalf:
             clock=time.monotonic,
             counters=self.counters,
             marking=Marker(node, own.engine, own.role, plane.rank),
-            pulse_interval_s=self._config.heartbeat_interval_s if own.role.prefills else None,
+            pulse_interval_s=self._config.heartbeat_interval_s if own.writes else None,
             first_pulse_at=self._first_pulse_at(),
             max_write_s=self._config.max_write_s,
         )

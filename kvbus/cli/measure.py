@@ -14,7 +14,7 @@ from kvbus.config import REGISTRATIONS
 from kvbus.errors import ConfigError
 from kvbus.signals import run
 
-BENCH_ARMS = ("kvbus", "push", "pull", "transfer", "single", *REGISTRATIONS)
+BENCH_ARMS = ("kvbus", "push", "pull", "single", "transfer", "nohistory", *REGISTRATIONS)
 
 
 class BenchLoad(StrEnum):
@@ -75,6 +75,8 @@ def bench(
     turns: Annotated[int, typer.Option(help="Turns of each conversation.", min=2)] = 6,
     new_tokens: Annotated[int, typer.Option(help="Tokens that each turn adds to the conversation.", min=1)] = 30,
     max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 16,
+    prefill: Annotated[int, typer.Option(help="How many prefill engines; only of kvbus.", min=1)] = 1,
+    prefill_blocks: Annotated[int | None, typer.Option(help="Give each only so many KV blocks.", min=1)] = None,
     decode_blocks: Annotated[int | None, typer.Option(help="Give decode only so many KV blocks.", min=1)] = None,
     model: ModelDir = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -89,6 +91,9 @@ def bench(
 
     [bold]kvbus bench --workload turns --arms kvbus,transfer,single[/bold] (conversations: short tails computed on
     decode, all of them transferred, one engine)
+
+    [bold]kvbus bench --workload turns --arms nohistory,kvbus --new-tokens 150 --max-tokens 400[/bold] (answers that
+    prefill computes again, or gets from decode)
     """
     from rich.table import Table
 
@@ -100,6 +105,9 @@ def bench(
         for arm in chosen:
             if arm not in benchmark.ARMS:
                 raise ConfigError("--arms", arm, ", ".join(benchmark.ARMS))
+            if prefill > 1 and arm not in benchmark.EXTRA:
+                raise ConfigError("--prefill", prefill, f"1 with {arm}; more with {', '.join(benchmark.EXTRA)}")
+        layout = benchmark.Layout(prefill, prefill_blocks, decode_blocks)
         folder = model if model is not None else tiny(cache_dir() / "tiny-qwen3")
         loads: list[benchmark.Workload | Turns] = [
             benchmark.Workload(prompt_tokens, None, requests, max_tokens),
@@ -108,7 +116,7 @@ def bench(
         if workload is BenchLoad.TURNS:
             sessions = -(-requests // turns)
             loads = [Turns(sessions, turns, prompt_tokens, new_tokens, max_tokens, sessions / rate)]
-        results = benchmark.run_bench(folder, run_folder(), chosen, loads, rounds, say, decode_blocks)
+        results = benchmark.run_bench(folder, run_folder(), chosen, loads, rounds, say, layout)
         if json_output:
             typer.echo(benchmark.as_json(results))
             return

@@ -124,6 +124,10 @@ def report(
         console.print(late)
         console.print("outcomes: " + ", ".join(f"{count} {name}" for name, count in found.outcomes.items()))
         console.print("longest stage: " + ", ".join(f"{name} in {count}" for name, count in found.longest.items()))
+        if found.history:
+            outcomes = ", ".join(f"{count} {name}" for name, count in found.history.items())
+            tokens = f"{found.history_tokens:,} tokens came from decode, {found.missed_tokens:,} were computed again"
+            console.print(f"history: {outcomes}; {tokens}")
         if found.unusable:
             console.print(f"{found.unusable} traces without a root span or stages were left out", style="yellow")
 

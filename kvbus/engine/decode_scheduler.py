@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvbus.bus import Node
 from kvbus.protocol import Change, PeerLeft, differences
@@ -57,9 +58,9 @@ from kvbus.wire import (
 logger = logging.getLogger(__name__)
 
 
-def sources_of(role: Role) -> tuple[Role, ...]:
+def sources_of(own: Heartbeat) -> tuple[Role, ...]:
     """The roles whose heartbeats a scheduler needs: those of engines that may write into its own."""
-    return tuple(each for each in Role if each.prefills and role.decodes)
+    return tuple(each for each in Role if replace(own, role=each).may_write_into(own))
 
 
 PREFILL = (PrefillProgress, PrefillCompleted, PrefillFailed)
@@ -83,7 +84,7 @@ class SinkScheduler:
         self._news_at = 0.0
         node.join(self)
         subjects = node.subjects
-        if heartbeat.role.decodes:
+        if heartbeat.is_written:
             node.listen(subjects.acks(engine), (RegistrationAck, CancelAck, *PREFILL), self._hear_source)
             node.listen(
                 subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
@@ -99,13 +100,14 @@ class SinkScheduler:
         """Why a prompt's KV cannot come from outside now; empty if it can."""
         if not self._node.bus.connected:
             return "the bus is not connected"
-        peers = self._node.membership.peers(prefill=True)
+        peers = [peer for peer in self._node.membership.peers() if peer.may_write_into(self._own)]
         if hint:
             peers = [peer for peer in peers if peer.engine == hint]
+        kind = "prefill" if self._own.role.decodes else "decode"
         if not peers:
-            return f"prefill engine {hint} is not on the bus" if hint else "no prefill engine is on the bus"
+            return f"{kind} engine {hint} is not on the bus" if hint else f"no {kind} engine is on the bus"
         fitting = [differences(self._own, peer) for peer in peers]
-        return "" if [] in fitting else f"prefill engine {peers[0].engine} does not fit: {fitting[0][0]}"
+        return "" if [] in fitting else f"{kind} engine {peers[0].engine} does not fit: {fitting[0][0]}"
 
     def is_busy(self, hint: str) -> bool:
         """Whether a prefill engine that may have a request is in a long step, and cannot announce the request now.
@@ -205,12 +207,12 @@ class SinkScheduler:
             self._apply(pulse)
 
     def _hear_heartbeat(self, heartbeat: Heartbeat) -> None:
-        if heartbeat.role.prefills:
+        if heartbeat.may_write_into(self._own):
             self._apply(heartbeat)
 
     def _on_peer(self, change: Change) -> None:
         match change:
-            case PeerLeft(engine, incarnation, role, _) if role.prefills:
+            case PeerLeft(engine, incarnation, _, _):
                 self._apply(SourceLeft(engine, incarnation))
             case _:
                 pass
@@ -263,7 +265,7 @@ def serve_metadata(node: Node, own: Heartbeat, payloads: dict[int, bytes]) -> No
         rank, peer = _rank_in(subject), node.membership.get(request.sender)
         if rank is None or request.incarnation not in (0, own.incarnation):
             return None  # while an engine restarts there may be two of its name
-        if peer is None or not peer.role.prefills or differences(own, peer):
+        if peer is None or not peer.may_write_into(own) or differences(own, peer):
             return refuse(subject, f"{request.sender} is no prefill engine on the bus that fits")
         payload = payloads.get(rank)
         if payload is None:

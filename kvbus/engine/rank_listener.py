@@ -42,9 +42,9 @@ from kvbus.wire import (
 logger = logging.getLogger(__name__)
 
 
-def sinks_of(role: Role) -> tuple[Role, ...]:
+def sinks_of(own: Heartbeat) -> tuple[Role, ...]:
     """The roles whose heartbeats a rank needs: those of engines that it may write into."""
-    return tuple(each for each in Role if each.decodes and role.prefills)
+    return tuple(each for each in Role if own.may_write_into(replace(own, role=each)))
 
 
 METADATA_TIMEOUT_S = 2.0
@@ -71,7 +71,7 @@ class RankNode:
         self._node, self._own, self._submit, self._peer_ranks = node, own, submit, peer_ranks
         self._fetching: set[tuple[str, int]] = set()
         subjects, me = node.subjects, own.engine
-        if own.role is not Role.DECODE:
+        if own.writes:
             node.listen(subjects.registrations(me), (Registration, Wanted, Delivered), submit)
             node.listen(subjects.cancels(me), Cancel, submit)
             node.listen(subjects.echoes(me), LeaseEcho, submit)
@@ -81,8 +81,8 @@ class RankNode:
             node.listen(subjects.pool(), (Registration, Wanted), self._submit_pooled, sealed=False)
             node.listen(subjects.cancels_pool(), Cancel, lambda cancel: submit(PooledCancel(cancel)), sealed=False)
             node.listen(subjects.releases(me), Release, lambda word: submit(Released(word)))
-        if own.role is not Role.PREFILL:
-            # A prefill engine that asks for this rank's metadata is about to make contact. None of these needs a seal:
+        if own.is_written:
+            # An engine that asks for this rank's metadata is about to make contact. None of these needs a seal:
             # they only say when to look.
             node.listen(subjects.metadata(me, rank), MetadataRequest, lambda _: submit(Greet()), sealed=False)
             news = (TransferStarted, TransferDone, TransferFailed)
@@ -122,9 +122,9 @@ class RankNode:
     def _on_peer(self, change: Change) -> None:
         match change:
             case PeerJoined(heartbeat):
-                if heartbeat.role.decodes and self._own.role.prefills:
+                if self._own.may_write_into(heartbeat):
                     self._meet(heartbeat)
-            case PeerLeft(engine, incarnation, role, _) if role.decodes and self._own.role.prefills:
+            case PeerLeft(engine, incarnation, _, _) if self._own.writes:
                 self._submit(SinkLeft(engine, incarnation))
             case _:
                 pass

@@ -4,8 +4,7 @@ vLLM's connectors are driven without a router, each leg straight to its engine: 
 driven through its router, as users drive it. Prefix caching is off, so that every prompt's whole KV is transferred, but
 for conversations (:class:`~kvbus.local.turns.Turns`).
 
-The arms ``eager``, ``jit``, ``after_prefill`` and ``auto`` are kvbus with this ``registration``; ``transfer`` is kvbus
-with ``local_prefill_tokens`` 0, ``single`` is one engine by itself.
+The arms of :data:`EXTRA` are kvbus with these settings of its connector; ``single`` is one engine by itself.
 """
 
 from __future__ import annotations
@@ -42,11 +41,30 @@ from kvbus.local.turns import Turns
 from kvbus.router.request import new_transfer_id
 from kvbus.signals import run
 
-ARMS = ("kvbus", "push", "pull", "transfer", "single", *REGISTRATIONS)
+EXTRA: dict[str, dict[str, Any]] = {
+    "kvbus": {},
+    "transfer": {"local_prefill_tokens": 0},
+    "nohistory": {"history": False},
+    **{each: {"registration": each} for each in REGISTRATIONS},
+}
+ARMS = ("push", "pull", "single", *EXTRA)
 ARGUMENTS = ("--max-model-len", "4096", "--seed", "1")
 UNCACHED = ("--no-enable-prefix-caching",)
 FINE = ("--block-size", "32")  # only full blocks are cached, and by default a CPU's have 128 tokens
 WARM_UP, WARM_UP_TOKENS = 5, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many prefill engines, and how many KV blocks each engine has; None leaves that to vLLM."""
+
+    prefill: int = 1
+    prefill_blocks: int | None = None
+    decode_blocks: int | None = None
+
+    def arguments(self, kind: str) -> list[str]:
+        blocks = {"prefill": self.prefill_blocks, "decode": self.decode_blocks}[kind]
+        return [] if blocks is None else ["--num-gpu-blocks-override", str(blocks)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +101,9 @@ def run_bench(
     loads: Sequence[Workload | Turns],
     rounds: int,
     say: Say,
-    decode_blocks: int | None = None,
+    layout: Layout,
 ) -> list[Result]:
-    """Boot each arm anew in each round, one arm after the other, and run every workload on it.
-
-    Args:
-        decode_blocks: how many KV blocks the decode engine has; None leaves it to vLLM.
-    """
+    """Boot each arm anew in each round, one arm after the other, and run every workload on it."""
     results: list[Result] = []
     for number in range(rounds):
         for arm in arms:
@@ -97,7 +111,7 @@ def run_bench(
             folder.mkdir(parents=True)
             say(f"round {number + 1}/{rounds}: {arm}")
             arguments = [*ARGUMENTS, *(FINE if any(isinstance(load, Turns) for load in loads) else UNCACHED)]
-            with _boot(arm, model, folder, arguments, say, decode_blocks) as (stream, decode):
+            with _boot(arm, model, folder, arguments, say, layout) as (stream, decode):
                 warm = [make_prompt(WARM_UP_TOKENS, 9_000 + index) for index in range(WARM_UP)]
                 run(run_load(stream, warm, rate=None, max_tokens=loads[0].max_tokens))
                 for load in loads:
@@ -168,19 +182,24 @@ def _preemptions(engine: Engine) -> int:
 
 @contextlib.contextmanager
 def _boot(
-    arm: str, model: Path, logs: Path, arguments: Sequence[str], say: Say, decode_blocks: int | None
+    arm: str, model: Path, logs: Path, arguments: Sequence[str], say: Say, layout: Layout
 ) -> Iterator[tuple[Stream, Engine]]:
     """Yields how to send a prompt, and the decode engine."""
-    small = ["--num-gpu-blocks-override", str(decode_blocks)] if decode_blocks is not None else []
-    if arm not in ("push", "pull", "single"):
-        extra: dict[str, Any] = {"registration": arm} if arm in REGISTRATIONS else {}
-        if arm == "transfer":
-            extra["local_prefill_tokens"] = 0
-        with Cluster(model, logs, arguments=arguments, decode_arguments=small, extra=extra, say=say) as cluster:
+    if arm in EXTRA:
+        with Cluster(
+            model,
+            logs,
+            prefill=layout.prefill,
+            arguments=arguments,
+            prefill_arguments=layout.arguments("prefill"),
+            decode_arguments=layout.arguments("decode"),
+            extra=EXTRA[arm],
+            say=say,
+        ) as cluster:
             yield plain_stream(cluster.url, model.name), cluster.engines["decode-0"]
         return
     if arm == "single":
-        single = Engine(EngineSpec("single", model, model.name, None, [*arguments, *small]), logs)
+        single = Engine(EngineSpec("single", model, model.name, None, [*arguments, *layout.arguments("decode")]), logs)
         try:
             wait_until(lambda: single.healthy, [single.child], "booting one engine", say)
             yield plain_stream(single.url, model.name), single
@@ -197,7 +216,7 @@ def _boot(
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[kind]),
             }
-            words = [*arguments, *(small if kind == "decode" else [])]
+            words = [*arguments, *layout.arguments(kind)]
             engines.append(Engine(EngineSpec(kind, model, model.name, transfer, words, environment), logs))
         children = [engine.child for engine in engines]
         wait_until(lambda: all(engine.healthy for engine in engines), children, f"booting two engines ({arm})", say)

@@ -16,7 +16,9 @@ MAX_PEERS = 4096
 # Heard twice a second from each engine, so it must not cost building a message.
 _WORDS = attrgetter(*(field.name for field in fields(Heartbeat) if field.name != "number"))
 # What an incarnation has once said of itself does not change, so whoever says otherwise is not it.
-_FIXED = attrgetter("role", "tp_size", "compat", "data_parallel", "data_parallel_rank", "public_key", "farewell")
+_FIXED = attrgetter(
+    "role", "tp_size", "compat", "data_parallel", "data_parallel_rank", "public_key", "farewell", "history"
+)
 # A new incarnation takes the place of one that was silent for so long. One that still speaks is not gone.
 YIELD_S = 1.0
 SUSPECT_S = 1.0  # a client that connects again does so, and announces itself, in a fraction of it

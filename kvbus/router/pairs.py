@@ -13,11 +13,12 @@ from random import Random
 
 from aiohttp import web
 
+from kvbus.bounded import BoundedDict
 from kvbus.engine import PREFILL, OfPrefill
 from kvbus.metrics import OncePer
 from kvbus.protocol import Change, PeerJoined, PeerLeft
 from kvbus.router.admission import Gate
-from kvbus.router.fleet import SESSION_HEADER, Choice, affinity_of, key_of, prompt_tokens
+from kvbus.router.fleet import SESSION_HEADER, Choice, Key, affinity_of, key_of, prompt_tokens
 from kvbus.router.http import MODEL, REQUEST_ID, Clients, Reader, RefusedError, forwarded, parse, request_id_of
 from kvbus.router.request import (
     RESPONSES,
@@ -36,6 +37,7 @@ from kvbus.wire import Cancel, CancelAck, Heartbeat, RegistrationAck, TransferDo
 
 logger = logging.getLogger(__name__)
 
+MAX_SESSIONS = 1 << 16
 ASSIGNED_ID = web.RequestKey("request id", str)
 """The id of a request, the client's or the router's."""
 
@@ -62,6 +64,7 @@ class Pairs:
         self._chance, self._collector, self._once = chance, collector, OncePer()
         self._gates: dict[str, Gate] = {}
         self._servings: dict[str, Serving] = {}
+        self._last_sinks: BoundedDict[str, Key] = BoundedDict(MAX_SESSIONS)
         node = self._node
         node.watch_peers(self._on_peer)
         # A decode engine whose receive failed waits for a rebind, also when the prefill engine lives.
@@ -121,7 +124,8 @@ class Pairs:
             raise RefusedError(self._fleet.no_decode_engine(model))
         if source is None and not alone:
             self._note_alone(model)
-        job = self._job(request, dialect, body, tokens, arrived_at)
+        history_engine = self._history_engine(session, source, sink)
+        job = self._job(request, dialect, body, tokens, arrived_at, history_engine)
         failover = Failover(source, sink, settings.max_takeovers, settings.takeover_s)
         serving = self._servings[job.transfer_id] = Serving(job, failover, choice, self._resources)
         try:
@@ -131,14 +135,31 @@ class Pairs:
             if self._collector is not None and job.trace is not None:
                 self._collector.end(job.transfer_id)
 
-    def _job(self, request: web.Request, dialect: Dialect, body: Body, tokens: int, arrived_at: float) -> Job:
+    def _history_engine(self, session: str, source: Heartbeat | None, sink: Heartbeat) -> str:
+        """The decode engine if it had this session's last turn, and can write into the prefill engine."""
+        if source is None or not session or not sink.may_write_into(source):
+            return ""
+        last, self._last_sinks[session] = self._last_sinks.get(session), key_of(sink)
+        return sink.engine if last == key_of(sink) else ""
+
+    def _job(
+        self,
+        request: web.Request,
+        dialect: Dialect,
+        body: Body,
+        tokens: int,
+        arrived_at: float,
+        history_engine: str,
+    ) -> Job:
         transfer_id = new_transfer_id()
         traceparent, trace = self._trace(request, body, transfer_id, arrived_at)
         headers = forwarded(request.headers)
         headers[REQUEST_ID] = request[ASSIGNED_ID] = request_id_of(request.headers) or transfer_id
         if traceparent:
             headers["traceparent"] = traceparent
-        return Job(request.path, dialect, body, headers, transfer_id, traceparent, tokens, arrived_at, trace)
+        return Job(
+            request.path, dialect, body, headers, transfer_id, traceparent, tokens, arrived_at, trace, history_engine
+        )
 
     def _trace(self, request: web.Request, body: Body, transfer_id: str, arrived_at: float) -> tuple[str, Trace | None]:
         if self._collector is None:

@@ -14,11 +14,21 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from kvbus.bus import Bus, Keys, Node
-from kvbus.engine import Item, Rank, RankNode, RankReport, SinkScheduler, serve_metadata, sinks_of, sources_of
+from kvbus.engine import (
+    Item,
+    OfPrefill,
+    Rank,
+    RankNode,
+    RankReport,
+    SinkScheduler,
+    serve_metadata,
+    sinks_of,
+    sources_of,
+)
 from kvbus.protocol import Membership
 from kvbus.sim.engine import Engine
 from kvbus.sim.fake_decode import FakeDecode
-from kvbus.sim.fake_prefill import FakePrefill, PrefillMessage
+from kvbus.sim.fake_prefill import FakePrefill
 from kvbus.sim.network import Network
 from kvbus.sim.realtime_bus import FaultyBus
 from kvbus.sim.realtime_runtime import RealTimeRuntime
@@ -98,22 +108,21 @@ class RealTimeEngine(Engine):
         self._runtime, self._make_bus, self._network = runtime, make_bus, network
         self._buses: list[FaultyBus] = []
         self._entered = contextlib.AsyncExitStack()
-        scheduler = self._make_node("scheduler", sources_of(own.role))
+        scheduler = self._make_node("scheduler", sources_of(own))
         self._sink = SinkScheduler(scheduler, self.registrar, own.engine, own)
         metadata = world.fabric.metadata_of(own.incarnation)
         serve_metadata(scheduler, own, dict.fromkeys(range(own.tp_size), metadata))
         scheduler.present(lambda number: replace(own, number=number) if self.alive else None)
 
-        def publish(message: PrefillMessage) -> None:
+        def publish(message: OfPrefill) -> None:
             scheduler.publish(SUBJECTS.prefill(own.engine), message, to=own.engine)
 
-        if own.role is Role.PREFILL:
-            self.vllm = FakePrefill(world, own, self._submit, publish)
-        else:
-            self.vllm = FakeDecode(world, own, self._submit, self._sink)
+        make_vllm = FakePrefill if own.role is Role.PREFILL else FakeDecode
+        self.vllm = make_vllm(world, own, self._submit, publish, self._sink)
+        self._sink.watch_prefills(self.vllm.moved)
         on_report = self.vllm.on_report
         self._drivers = [RankDriver(runtime, functools.partial(on_report, rank)) for rank in range(own.tp_size)]
-        self._nodes = [scheduler, *(self._make_node(f"rank{rank}", sinks_of(own.role)) for rank in range(own.tp_size))]
+        self._nodes = [scheduler, *(self._make_node(f"rank{rank}", sinks_of(own)) for rank in range(own.tp_size))]
         self.ranks = [self._make_rank(rank) for rank in range(own.tp_size)]
 
     async def start(self) -> None:
@@ -174,10 +183,8 @@ class RealTimeEngine(Engine):
         """As a step of vLLM's loop."""
         if not self.alive:
             return
-        if isinstance(self.vllm, FakeDecode):
-            for given_up in self._sink.poll():
-                if "fenced" in given_up.reason:
-                    self._runtime.counts["fenced by the lease"] += 1
-                self.vllm.abandon(given_up.request_id)
+        for given_up in self._sink.poll():
+            self._runtime.counts["fenced by the lease"] += "fenced" in given_up.reason
+            self.vllm.abandon(given_up.request_id)
         self.vllm.step()
         self._runtime.call_later(STEP_S, self._step)

@@ -14,6 +14,9 @@ from kvbus.tools.why import why
 COLORS = {
     "route": "#7fb2d9",
     "prefill.queue": "#e8c547",
+    "history.ask": "#b7b7a4",
+    "history.match": "#8d99ae",
+    "history.write": "#6b705c",
     "prefill.compute": "#5aa469",
     "match.wait": "#b565a7",
     "write.queue": "#f2a65a",

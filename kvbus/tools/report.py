@@ -27,7 +27,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Figures of the requests that had a first token; ``unusable`` counts traces without a root or stages."""
+    """Figures of the requests that had a first token; ``unusable`` counts traces without a root or stages.
+
+    A stage that a request has twice counts once, with the sum. ``history``: requests by what became of the KV that a
+    decode engine had of their prompts; ``history_tokens`` came from there, ``missed_tokens`` were computed instead.
+    """
 
     traces: int
     unusable: int
@@ -36,6 +40,9 @@ class Report:
     late_sides: tuple[Spread, ...]
     outcomes: dict[str, int]
     longest: dict[str, int]
+    history: dict[str, int]
+    history_tokens: int
+    missed_tokens: int
 
 
 def report_of(views: Iterable[TraceView]) -> Report:
@@ -47,8 +54,8 @@ def report_of(views: Iterable[TraceView]) -> Report:
     of_stage: dict[str, list[float]] = {name: [] for name in StageName}
     of_side: dict[str, list[float]] = {}
     for view in usable:
-        for stage in view.stages:
-            of_stage[stage.name].append(stage.duration_ns / MS)
+        for name in {stage.name for stage in view.stages}:
+            of_stage[name].append(sum(stage.duration_ns for stage in view.stages if stage.name == name) / MS)
         if side := str(view.about("kvbus.late_side", "")):
             of_side.setdefault(side, []).append(float(view.about("kvbus.late_by_ms", 0.0)))
     return Report(
@@ -59,6 +66,9 @@ def report_of(views: Iterable[TraceView]) -> Report:
         tuple(_spread(side, values, total) for side, values in sorted(of_side.items())),
         dict(Counter(str(view.about("kvbus.outcome", "?")) for view in whole).most_common()),
         dict(Counter(max(view.stages, key=lambda stage: stage.duration_ns).name for view in usable).most_common()),
+        dict(Counter(str(found) for view in usable if (found := view.about("kvbus.history", ""))).most_common()),
+        sum(int(view.about("kvbus.history_tokens", 0)) for view in usable),
+        sum(int(view.about("kvbus.history_missed_tokens", 0)) for view in usable),
     )
 
 

@@ -17,6 +17,9 @@ COLUMNS = STAGE + ENGINE + FIGURE + PERCENT + 9  # what all but the bar take, wi
 COLORS = {
     "route": "cyan",
     "prefill.queue": "yellow",
+    "history.ask": "bright_black",
+    "history.match": "bright_black",
+    "history.write": "white",
     "prefill.compute": "green",
     "match.wait": "magenta",
     "write.queue": "bright_yellow",

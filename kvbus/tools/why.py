@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from kvbus.tools.view import MS, TraceView
-from kvbus.trace import Outcome, SpanData, StageName
+from kvbus.trace import HISTORY_STAGES, HistoryOutcome, Outcome, SpanData, StageName
 
 NOTICEABLE = 0.1  # a share of the TTFT that is worth a word of its own
+MIN_TELLING_TOKENS = 64  # a prefill of fewer says nothing about how long many take
 
 # Reason (its beginning, or a part of it) -> what an operator does about it.
 _REMEDIES = (
@@ -30,6 +31,10 @@ _REMEDIES = (
 _DOMINANT = {
     StageName.ROUTE: "before prefill had it (the router's queue, HTTP, tokenization): add router or API capacity",
     StageName.PREFILL_QUEUE: "in the prefill engine's queue: add prefill capacity",
+    StageName.HISTORY_ASK: "until decode said what it has of the prompt: its steps are long; add decode capacity",
+    StageName.HISTORY_MATCH: "until decode began to send the history: look at the NATS server, and at the CPU of the "
+    "decode engine's worker",
+    StageName.HISTORY_WRITE: "moving the history: look at the network between the two",
     StageName.PREFILL_COMPUTE: "computing the prompt, which is its own cost: shorter prompts, prefix caching or faster "
     "prefill engines help",
     StageName.MATCH_WAIT: "waiting for the match: messages took long; look at the NATS server, and at the CPU of the "
@@ -56,8 +61,9 @@ class Verdict:
 
 def why(view: TraceView) -> Verdict:
     """The verdict on one trace; one line, whatever engines said in theirs."""
-    found = _why(view)
-    return replace(found, text=" ".join(found.text.split()))
+    found, history = _why(view), _history(view)
+    text = f"{found.text}; {history}" if history else found.text
+    return replace(found, text=" ".join(text.split()))
 
 
 def _why(view: TraceView) -> Verdict:
@@ -115,8 +121,46 @@ def _dominant(stage: SpanData, view: TraceView) -> str:
         nbytes = int(view.about("kvbus.bytes", 0))
         what = f"{what} ({nbytes / 2**20:.1f} MiB at {nbytes / 2**20 / (stage.duration_ns / 1e9):.0f} MiB/s)"
     if stage.name == StageName.PREFILL_COMPUTE:
-        what = f"{what} ({view.about('kvbus.prompt_tokens', '?')} tokens)"
+        tokens, computed = view.about("kvbus.prompt_tokens", "?"), view.about("kvbus.computed_tokens", 0)
+        what = f"{what} ({computed} of {tokens} tokens)" if computed else f"{what} ({tokens} tokens)"
     return f"{_ms(stage.duration_ns)} of {view.ttft_ms:.0f} ms ({share:.0%}) went by {what}"
+
+
+def _history(view: TraceView) -> str:
+    """What is to be said of the KV that a decode engine had of the prompt, empty if nothing."""
+    if view.about("kvbus.outcome", "") != Outcome.PUSHED or not view.about("kvbus.history", ""):
+        return ""
+    engine, came = view.about("kvbus.history_engine", "decode"), int(view.about("kvbus.history_tokens", 0))
+    if came:
+        took, saved_ms = _spent(view, *HISTORY_STAGES), _computing_ms(view, came)
+        guess = f"; computing them would have taken about {saved_ms:.0f} ms" if saved_ms else ""
+        return f"{came:,} tokens of history came from {engine} in {took}{guess}"
+    missed = int(view.about("kvbus.history_missed_tokens", 0))
+    lost_ms = _computing_ms(view, missed)
+    if lost_ms <= NOTICEABLE * view.ttft_ms:
+        return ""
+    text = f"prefill computed {missed:,} tokens that {engine} had, in about {lost_ms:.0f} ms"
+    return f"{text}: {because}" if (because := _why_no_history(view)) else text
+
+
+def _why_no_history(view: TraceView) -> str:
+    reason = str(view.about("kvbus.history_reason", ""))
+    match view.about("kvbus.history", ""):
+        case HistoryOutcome.NOT_ASKED:
+            return f"it was not asked, because {reason or 'the request named no engine that may have its history'}"
+        case HistoryOutcome.DECLINED:
+            return f"it was asked, but {reason}"
+        case HistoryOutcome.FAILED:
+            return f"they were asked for and did not come: {reason}"
+        case _:
+            return ""
+
+
+def _computing_ms(view: TraceView, tokens: int) -> float:
+    """About how long prefill would have computed these, or did, by its speed in this request; 0 if it is not known."""
+    computed = int(view.about("kvbus.computed_tokens", 0))
+    spent_ns = sum(stage.duration_ns for stage in view.stages if stage.name == StageName.PREFILL_COMPUTE)
+    return tokens * spent_ns / computed / MS if computed >= MIN_TELLING_TOKENS else 0.0
 
 
 def _unknown(view: TraceView) -> Verdict:
@@ -133,8 +177,8 @@ def _remedy(reason: str) -> str:
     return next((remedy for part, remedy in _REMEDIES if part in reason), "")
 
 
-def _spent(view: TraceView, name: StageName) -> str:
-    return _ms(sum(stage.duration_ns for stage in view.stages if stage.name == name))
+def _spent(view: TraceView, *names: StageName) -> str:
+    return _ms(sum(stage.duration_ns for stage in view.stages if stage.name in names))
 
 
 def _ms(ns: int) -> str:

@@ -10,14 +10,16 @@ from kvbus.trace.collect_command import run_collector, span_sinks
 from kvbus.trace.collector import Collector, SpanSink, Trace
 from kvbus.trace.marks import Marker, Marking, NoMarks, Traced, serve_clock, traced
 from kvbus.trace.otlp_json import read_otlp
-from kvbus.trace.path import GAP_NS, WHOLE, MarkName, Outcome, Path, StageName
+from kvbus.trace.path import GAP_NS, HISTORY_STAGES, WHOLE, HistoryOutcome, MarkName, Outcome, Path, StageName
 from kvbus.trace.spans import ROOT, SpanData, Value
 
 __all__ = [
     "GAP_NS",
+    "HISTORY_STAGES",
     "ROOT",
     "WHOLE",
     "Collector",
+    "HistoryOutcome",
     "MarkName",
     "Marker",
     "Marking",

@@ -27,7 +27,7 @@ from kvbus.trace.otlp import Sampler, TraceStart, new_span_id, parse_traceparent
 from kvbus.trace.path import OF_ENGINES, Mark, MarkName, Path
 from kvbus.trace.spans import Ids, SpanData, Value, spans_of
 from kvbus.trace.stages import path_of
-from kvbus.wire import ClockReply, ClockRequest, Marks, is_token
+from kvbus.wire import HISTORY_SUFFIX, ClockReply, ClockRequest, Marks, is_token
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,9 @@ MAX_WAITING = 1024  # traces that are to be made
 MAX_ADOPTED_S = 600.0
 LINGER_S = 0.5  # the last marks come a little after the request's end
 CLOCK_TIMEOUT_S = 1.0
+_OF_REQUEST = {name.value: name for name in OF_ENGINES}
+_OF_HISTORY = {MarkName.POSTED.value: MarkName.HISTORY_POSTED}
+"""What counts of the marks of a history's own transfer: the rest is told by the request's."""
 
 
 class SpanSink(Protocol):
@@ -113,7 +116,7 @@ class Collector:
         self._pool.shutdown()
 
     def _hear(self, message: Marks) -> None:
-        trace = self._traces.get(message.transfer_id) or self._adopt(message)
+        trace = self._traces.get(_request_of(message)) or self._adopt(message)
         if trace is None or not is_token(message.engine):
             return
         trace.marks += len(message.marks)
@@ -127,13 +130,12 @@ class Collector:
 
     def _adopt(self, message: Marks) -> Trace | None:
         context = parse_traceparent(message.traceparent) if self._adopts else None
-        if context is None or message.transfer_id in self._over:
+        transfer_id = _request_of(message)
+        if context is None or transfer_id in self._over:
             return None
         ids = Ids(f"{context.trace_id:032x}", new_span_id(), f"{context.span_id:016x}")
-        trace = self._traces[message.transfer_id] = Trace(
-            TraceStart(ids, True), {"kvbus.transfer_id": message.transfer_id}
-        )
-        self._check_adopted(message.transfer_id, time.monotonic() + MAX_ADOPTED_S)
+        trace = self._traces[transfer_id] = Trace(TraceStart(ids, True), {"kvbus.transfer_id": transfer_id})
+        self._check_adopted(transfer_id, time.monotonic() + MAX_ADOPTED_S)
         return trace
 
     def _check_adopted(self, transfer_id: str, until: float) -> None:
@@ -176,10 +178,11 @@ class Collector:
             self._node.counters.add("marks_without_clock")
             return []
         about = (message.engine, message.role.value, message.rank)
+        names = _OF_HISTORY if message.transfer_id.endswith(HISTORY_SUFFIX) else _OF_REQUEST
         return [
-            Mark(name, at_ns + offset.ns, attempt, *about, note, offset.ns, offset.error_ns)
+            Mark(names[name], at_ns + offset.ns, attempt, *about, note, offset.ns, offset.error_ns)
             for attempt, name, at_ns, note in message.marks
-            if name in OF_ENGINES
+            if name in names
         ]
 
     def _make(self, trace: Trace) -> None:
@@ -206,3 +209,8 @@ class Collector:
             self._node.counters.add("trace_errors")
             if self._once.due(type(sink)):
                 logger.exception("kvbus: traces are lost: %s (logged once a minute)", error)
+
+
+def _request_of(message: Marks) -> str:
+    """The transfer id of the request whose trace it belongs to."""
+    return message.transfer_id.removesuffix(HISTORY_SUFFIX)

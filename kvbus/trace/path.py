@@ -30,8 +30,18 @@ class MarkName(StrEnum):
     ENDED = "ended"  # the note is the status, or why there is none
     # A prefill engine's scheduler
     PREFILL_ARRIVED = "prefill arrived"
-    PREFILL_SCHEDULED = "prefill scheduled"
+    PREFILL_SCHEDULED = "prefill scheduled"  # the note is how many of its tokens need not be computed, if any
     PREFILL_DONE = "prefill done"  # the note is the number of tokens
+    # Likewise, of the KV that a decode engine may have of the prompt's beginning
+    HISTORY_NOT_ASKED = "history not asked"  # the note says why
+    HISTORY_ASKED = "history asked"  # its turn has come: from now on it waits; the note is the decode engine
+    HISTORY_OFFERED = "history offered"
+    HISTORY_DECLINED = "history declined"  # the note says why
+    HISTORY_REGISTERING = "history registering"  # vLLM has found blocks, which it had not when it was offered
+    HISTORY_RECEIVED = "history received"  # the note is the number of tokens
+    HISTORY_FAILED = "history failed"  # the note says why
+    # A decode rank
+    HISTORY_POSTED = "history posted"  # POSTED, of the history's own transfer
     # A prefill rank
     REGISTERED = "registered"  # the registration is known there
     COMPLETED = "completed"  # the completion is
@@ -41,7 +51,7 @@ class MarkName(StrEnum):
     # A decode engine's scheduler
     DECODE_ARRIVED = "decode arrived"
     DEFERRED = "deferred"  # its blocks are not taken yet; the note is the setting of ``registration``
-    REGISTERING = "registering"  # blocks are taken, the registration goes out
+    REGISTERING = "registering"  # blocks are taken, the registration goes out; the note is the tokens cached, if any
     GIVEN_UP = "given up"  # the note says why
     LOCAL = "local"  # it computes the prompt itself; the note says why
     RECEIVED = "received"  # vLLM has taken the receive as finished
@@ -60,6 +70,9 @@ class StageName(StrEnum):
 
     ROUTE = "route"
     PREFILL_QUEUE = "prefill.queue"
+    HISTORY_ASK = "history.ask"
+    HISTORY_MATCH = "history.match"
+    HISTORY_WRITE = "history.write"
     PREFILL_COMPUTE = "prefill.compute"
     MATCH_WAIT = "match.wait"
     WRITE_QUEUE = "write.queue"
@@ -72,6 +85,10 @@ class StageName(StrEnum):
     FIRST_TOKEN = "decode.first_token"
 
 
+HISTORY_STAGES = (StageName.HISTORY_ASK, StageName.HISTORY_MATCH, StageName.HISTORY_WRITE)
+"""They come between two waits in prefill's queue, where prefill asked a decode engine for the prompt's beginning."""
+
+
 class Outcome(StrEnum):
     """How the prompt's KV came to the decode engine."""
 
@@ -81,6 +98,16 @@ class Outcome(StrEnum):
     ALONE = "alone"  # nobody else was meant to
     FAILED = "failed"  # there was no first token
     UNKNOWN = "unknown"  # the engines' marks did not arrive
+
+
+class HistoryOutcome(StrEnum):
+    """What became of the KV that a decode engine had of the prompt."""
+
+    RECEIVED = "received"
+    DECLINED = "declined"  # it was asked for, and not taken
+    FAILED = "failed"  # it was taken, and did not come
+    NOT_ASKED = "not asked"
+    UNKNOWN = "unknown"  # the marks did not arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +144,26 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class History:
+    """What a decode engine had of the prompt.
+
+    Attributes:
+        engine: the decode engine.
+        tokens: how many came.
+        missed_tokens: how many it had that prefill computed.
+        computed_tokens: how many prefill computed in all; 0 if that is not known.
+        reason: of an outcome that is not RECEIVED; empty if prefill was told of no engine.
+    """
+
+    engine: str
+    outcome: HistoryOutcome
+    tokens: int = 0
+    missed_tokens: int = 0
+    computed_tokens: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Path:
     """A request's way to its first token. Times in ns.
 
@@ -130,6 +177,7 @@ class Path:
         late_by_ns: for how long the other side had to wait.
         registering, completing: the messages that the match joined, as they were sent.
         missing: stages whose marks did not arrive; their time is in the stage after them.
+        history: None if no decode engine was asked for the prompt's beginning, or had more of it than prefill.
     """
 
     stages: tuple[Stage, ...]
@@ -151,6 +199,7 @@ class Path:
     nbytes: int = 0
     status: str = ""
     missing: tuple[str, ...] = ()
+    history: History | None = None
 
     @property
     def ttft_ns(self) -> int:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from kvbus.trace.path import GAP_NS, Mark, Outcome, Path, Stage, StageName
+from kvbus.trace.path import GAP_NS, History, Mark, MarkName, Outcome, Path, Stage, StageName
 from kvbus.wire import Role
 
 ROOT = "request"
 STREAM = "decode.stream"
 REGISTRATION, COMPLETION = "kvbus.publish registration", "kvbus.publish completion"
+_NO_HISTORY = (MarkName.HISTORY_DECLINED, MarkName.HISTORY_FAILED)
 INTERNAL, SERVER, PRODUCER = 1, 2, 4  # opentelemetry.proto.trace.v1.Span.SpanKind
 MS = 1e6
 
@@ -153,7 +154,7 @@ def _service(name: str, mark: Mark) -> str:
     """The service of a span. An engine of role both acts as one of the two here."""
     if mark.role != Role.BOTH:
         return f"kvbus-{mark.role}"
-    of_decode = (StageName.WRITE_TRANSFER, StageName.DECODE_RESUME, REGISTRATION)
+    of_decode = (StageName.HISTORY_MATCH, StageName.WRITE_TRANSFER, StageName.DECODE_RESUME, REGISTRATION)
     return "kvbus-decode" if name.partition(" rank")[0] in of_decode else "kvbus-prefill"
 
 
@@ -184,7 +185,20 @@ def _about_path(path: Path) -> dict[str, Value]:
         about |= {"kvbus.late_side": path.late_side, "kvbus.late_by_ms": path.late_by_ns / MS}
     if path.status.isdigit():
         about["http.response.status_code"] = int(path.status)
+    if path.history is not None:
+        about["kvbus.history"] = path.history.outcome.value
+        optional |= _about_history(path.history)
     return about | {name: value for name, value in optional.items() if value}
+
+
+def _about_history(history: History) -> dict[str, Value]:
+    return {
+        "kvbus.history_engine": history.engine,
+        "kvbus.history_tokens": history.tokens,
+        "kvbus.history_missed_tokens": history.missed_tokens,
+        "kvbus.history_reason": history.reason,
+        "kvbus.computed_tokens": history.computed_tokens,
+    }
 
 
 def _about(stage: Stage, path: Path) -> dict[str, Value]:
@@ -192,6 +206,8 @@ def _about(stage: Stage, path: Path) -> dict[str, Value]:
     match stage.name:
         case StageName.MATCH_WAIT:
             about |= {"kvbus.late_side": path.late_side, "kvbus.late_by_ms": path.late_by_ns / MS}
+        case _ if stage.mark.name in _NO_HISTORY:
+            about["kvbus.reason"] = stage.mark.note
         case StageName.PREFILL_COMPUTE:
             about["kvbus.prompt_tokens"] = path.prompt_tokens
         case StageName.WRITE_TRANSFER:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvbus.trace.history import Cut, history_cuts, history_of, number_in
 from kvbus.trace.path import GAP_NS, WHOLE, Mark, MarkName, Outcome, Path, Stage, StageName
 
 _BOUNDARIES = (
-    (StageName.ROUTE, MarkName.PREFILL_ARRIVED),
     (StageName.PREFILL_QUEUE, MarkName.PREFILL_SCHEDULED),
     (StageName.PREFILL_COMPUTE, MarkName.PREFILL_DONE),
     (StageName.MATCH_WAIT, None),
@@ -31,6 +31,13 @@ _BY_PREFILL = _OF_PREFILL | {
     MarkName.POSTING,
     MarkName.POSTED,
     MarkName.WRITTEN,
+    MarkName.HISTORY_NOT_ASKED,
+    MarkName.HISTORY_ASKED,
+    MarkName.HISTORY_OFFERED,
+    MarkName.HISTORY_DECLINED,
+    MarkName.HISTORY_REGISTERING,
+    MarkName.HISTORY_RECEIVED,
+    MarkName.HISTORY_FAILED,
 }
 
 
@@ -88,7 +95,9 @@ class _PathBuilder:
         done = next((mark for mark in reversed(self._all(MarkName.PREFILL_DONE)) if self._belongs(mark)), None)
         sink = self._last(MarkName.SENT) or self._last(MarkName.DECODE_ARRIVED)
         sent, deferred = self._first(MarkName.SENT), self._first(MarkName.DEFERRED)
-        registering = [mark for mark in self._all(MarkName.REGISTERING) if mark.attempt == self.attempt]
+        registrations = [mark for mark in self._all(MarkName.REGISTERING) if mark.attempt == self.attempt]
+        registering = registrations[-1] if registrations else None
+        prompt_tokens = number_in(done.note) if done is not None else 0
         return Path(
             tuple(self.stages),
             start.at_ns,
@@ -101,14 +110,15 @@ class _PathBuilder:
             attempts=max((mark.attempt for mark in self.marks), default=1) or 1,
             late_side=late_side,
             late_by_ns=late_by_ns,
-            registering=registering[-1] if late_side and registering else None,
+            registering=registering if late_side else None,
             completing=done if late_side else None,
             prefill_engine=self.source or (done.engine if done is not None else ""),
             decode_engine=sink.engine if sink is not None else "",
-            prompt_tokens=_number(done.note) if done is not None else 0,
-            nbytes=sum(_number(mark.note) for mark in self._all(MarkName.WRITTEN) if self._belongs(mark)),
+            prompt_tokens=prompt_tokens,
+            nbytes=sum(number_in(mark.note) for mark in self._all(MarkName.WRITTEN) if self._belongs(mark)),
             status=end.note if end.name == MarkName.ENDED else "",
             missing=tuple(self.missing),
+            history=history_of(self._ours(), prompt_tokens, registering),
         )
 
     def _lateness(self) -> tuple[str, int]:
@@ -157,14 +167,22 @@ class _PathBuilder:
             clamp: also those that seem to end before they begin: nothing of another attempt can be among them.
             complain: name stages whose marks are not there, unless an attempt before may have had them.
         """
-        for name, mark_name in _BOUNDARIES:
-            marks = [mark for mark in self._boundary(mark_name) if mark.at_ns > cursor or clamp]
+        for name, all_marks, needed in self._cuts(clamp):
+            marks = [mark for mark in all_marks if mark.at_ns > cursor or clamp]
             inside = sorted((mark for mark in marks if mark.at_ns <= until_ns), key=lambda mark: -mark.at_ns)
             if inside:
                 cursor = self._add(name, cursor, *inside)
-            elif complain and not marks and (clamp or mark_name not in _OF_PREFILL):
+            elif complain and not marks and needed:
                 self.missing.append(name)
         return cursor
+
+    def _cuts(self, clamp: bool) -> Iterator[Cut]:
+        """Where stages end, in their order."""
+        yield Cut(StageName.ROUTE, self._boundary(MarkName.PREFILL_ARRIVED), clamp)
+        for cut in history_cuts(self._ours()):
+            yield cut._replace(needed=cut.needed and clamp)
+        for name, mark_name in _BOUNDARIES:
+            yield Cut(name, self._boundary(mark_name), clamp or mark_name not in _OF_PREFILL)
 
     def _boundary(self, name: MarkName | None) -> list[Mark]:
         """The marks of every rank that end a stage; None: of the match."""
@@ -175,7 +193,7 @@ class _PathBuilder:
 
     def _halves(self, rank: int) -> tuple[Mark | None, Mark | None]:
         """When this rank knew the registration, and the completion."""
-        found = {mark.name: mark for mark in self.marks if mark.rank == rank and self._belongs(mark)}
+        found = {mark.name: mark for mark in self._ours() if mark.rank == rank}
         return found.get(MarkName.REGISTERED), found.get(MarkName.COMPLETED)
 
     def _belongs(self, mark: Mark) -> bool:
@@ -183,6 +201,9 @@ class _PathBuilder:
         if self.source and mark.name in _BY_PREFILL and mark.engine != self.source:
             return False
         return self.attempt is None or mark.attempt in (0, self.attempt)
+
+    def _ours(self) -> list[Mark]:
+        return [mark for mark in self.marks if self._belongs(mark)]
 
     def _add(self, name: StageName, cursor: int, mark: Mark, *ranks: Mark) -> int:
         start = cursor + GAP_NS if self.stages else cursor
@@ -202,7 +223,3 @@ class _PathBuilder:
 
 def _why(end: Mark) -> str:
     return f"status {end.note}" if end.note.isdigit() else end.note
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 0

@@ -24,7 +24,7 @@ from kvbus.wire.engine_messages import (
     Who,
 )
 from kvbus.wire.fields import MAX_TEXT_CHARS, Echoes, Pairs, Role, State, is_address
-from kvbus.wire.message import FIRST_ATTEMPT, Message
+from kvbus.wire.message import FIRST_ATTEMPT, HISTORY_SUFFIX, Message
 from kvbus.wire.subjects import Subjects, check_token, is_token
 from kvbus.wire.transfer_messages import (
     Cancel,
@@ -46,6 +46,7 @@ from kvbus.wire.transfer_messages import (
 
 __all__ = [
     "FIRST_ATTEMPT",
+    "HISTORY_SUFFIX",
     "KINDS",
     "MAX_TEXT_CHARS",
     "SEAL_BYTES",

@@ -19,6 +19,7 @@ class Heartbeat(Message):
     names what is not.
     ``public_key`` and ``farewell``: see :mod:`kvbus.bus.keys`.
     ``data_parallel``: other ranks share the address; ``data_parallel_rank`` tells vLLM which one is meant.
+    ``history``: a decode engine that has it also writes what it has of a prompt into prefill engines that have it.
     """
 
     KIND = "hb"
@@ -42,6 +43,22 @@ class Heartbeat(Message):
     public_key: Key = b""
     farewell: Key = b""
     step_s: float = 0.0
+    history: bool = False
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes KV into any other engine."""
+        return self.role.prefills or self.history
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any other engine writes KV into it."""
+        return self.role.decodes or self.history
+
+    def may_write_into(self, sink: Heartbeat) -> bool:
+        """Whether KV can go this way: from prefill to decode, and of history back."""
+        forth = self.role.prefills and sink.role.decodes
+        return forth or (self.history and sink.history and self.role.decodes and sink.role.prefills)
 
 
 @dataclass(frozen=True, slots=True)

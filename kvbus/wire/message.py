@@ -14,6 +14,8 @@ from typing import Any, ClassVar, get_type_hints
 from kvbus.wire.fields import CHECK_OF_TYPE
 
 FIRST_ATTEMPT = 1
+HISTORY_SUFFIX = "~history"
+"""Ends the id of the transfer in which decode gives prefill what it has of a prompt; the prompt's own is before it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from kvbus_connector import history
 from support.fake_engine import Boot, FakeEngine
 from support.waiting import eventually_sync
 
@@ -45,3 +46,9 @@ def pair(boot: Boot) -> tuple[FakeEngine, FakeEngine]:
     prefill, decode = boot("P"), boot("D")
     eventually_sync(lambda: decode.knows(prefill) and prefill.knows(decode))
     return prefill, decode
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill waits longer for an offer of history than it ever should, so that no test depends on this machine."""
+    monkeypatch.setattr(history, "MAX_WAIT_S", 2.0)

@@ -47,7 +47,7 @@ FACES = {"wire", *PROTOCOL, "bus", "trace", "engine", "local", "router.http", "r
 PURE = {"wire", *PROTOCOL}
 PURE_MODULES = {
     *(f"kvbus.{name}" for name in ("bounded", "config", "errors")),
-    *(f"kvbus.trace.{name}" for name in ("clocks", "otlp_json", "path", "spans", "stages")),
+    *(f"kvbus.trace.{name}" for name in ("clocks", "history", "otlp_json", "path", "spans", "stages")),
     *(f"kvbus.tools.{name}" for name in ("lines", "pending", "traffic")),
 }
 NOT_PURE = {"asyncio", "threading", "time", "random", "os", "logging", "socket", "queue"}

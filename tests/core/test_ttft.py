@@ -3,86 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import replace
-from itertools import count
 
 import pytest
 from support.critical_path import critical_path
-from support.span_model import differences
+from support.paths import (
+    BACK,
+    FRONT,
+    IDS,
+    MIDDLE,
+    MS,
+    PUSHED,
+    PUSHED_STAGES,
+    check_worsened,
+    decode,
+    lengths,
+    path,
+    prefill,
+    router,
+    spans,
+)
 
 from kvbus.tools.view import problems, views_of
-from kvbus.trace import GAP_NS, ROOT, WHOLE, MarkName, Outcome, Path, SpanData, StageName
+from kvbus.trace import ROOT, WHOLE, MarkName, Outcome, StageName
 from kvbus.trace.path import Mark
-from kvbus.trace.spans import PRODUCER, Ids, spans_of
+from kvbus.trace.spans import PRODUCER
 from kvbus.trace.stages import path_of
-
-MS = 1_000_000
-IDS = Ids("ab" * 16, "cd" * 8, "ef" * 8)
-ANCHOR_NS = 1_700_000_000_000_000_000
-
-
-def router(name: MarkName, at_ms: float, attempt: int = 0, engine: str = "", note: str = "") -> Mark:
-    return Mark(name, int(at_ms * MS), attempt, engine, note=note)
-
-
-def prefill(name: MarkName, at_ms: float, attempt: int = 0, note: str = "", rank: int = 0, engine: str = "P") -> Mark:
-    return Mark(name, int(at_ms * MS), attempt, engine, "prefill", rank, note)
-
-
-def decode(name: MarkName, at_ms: float, attempt: int = 1, note: str = "", rank: int = 0, engine: str = "D") -> Mark:
-    return Mark(name, int(at_ms * MS), attempt, engine, "decode", rank, note)
-
-
-FRONT = [
-    router(MarkName.ARRIVED, 0),
-    router(MarkName.SENT, 1, 1, "D"),
-    decode(MarkName.DECODE_ARRIVED, 4),
-    prefill(MarkName.PREFILL_ARRIVED, 5),
-    prefill(MarkName.PREFILL_SCHEDULED, 6),
-]
-MIDDLE = [decode(MarkName.REGISTERING, 7), prefill(MarkName.PREFILL_DONE, 100, note="1024")]
-WRITTEN = [
-    prefill(MarkName.REGISTERED, 8, 1),
-    prefill(MarkName.COMPLETED, 101, 1),
-    prefill(MarkName.POSTING, 102, 1),
-    prefill(MarkName.POSTED, 103, 1),
-    prefill(MarkName.WRITTEN, 107, 1, "4096"),
-    decode(MarkName.LANDED, 106),
-]
-BACK = [
-    decode(MarkName.RECEIVED, 108),
-    decode(MarkName.RESUMED, 109),
-    decode(MarkName.TOKEN, 118),
-    router(MarkName.FIRST_TOKEN, 120),
-    router(MarkName.ENDED, 200, note="200"),
-]
-PUSHED = [*FRONT, *MIDDLE, *WRITTEN, *BACK]
-PUSHED_STAGES = {name.value for name in StageName} - {"lost", "decode.compute", "decode.queue"}
-
-
-def path(marks: Iterable[Mark]) -> Path:
-    found = path_of(marks)
-    assert found is not None
-    assert found.stages[0].start_ns == found.start_ns
-    assert found.stages[-1].end_ns == found.first_token_ns
-    for before, after in zip(found.stages, found.stages[1:], strict=False):
-        assert after.start_ns == before.end_ns + GAP_NS
-    assert all(stage.duration_ns >= GAP_NS for stage in found.stages)
-    total = sum(stage.duration_ns for stage in found.stages) + GAP_NS * (len(found.stages) - 1)
-    assert total == found.ttft_ns
-    return found
-
-
-def lengths(found: Path) -> dict[str, float]:
-    return {stage.name.value: round(stage.duration_ns / MS, 1) for stage in found.stages}
-
-
-def spans(found: Path) -> list[SpanData]:
-    numbers = count(1)
-    drawn = spans_of(found, IDS, ANCHOR_NS, lambda: f"{next(numbers):016x}", {"http.route": "/v1/completions"})
-    assert differences(drawn) == []
-    return drawn
 
 
 def test_a_pushed_request() -> None:
@@ -311,7 +257,7 @@ def test_an_engine_that_was_lost_and_lives_again_changes_nothing(thawed_ms: floa
 def test_without_a_word_of_the_engines_nothing_is_claimed() -> None:
     found = path([router(MarkName.ARRIVED, 0), router(MarkName.SENT, 1, 1, "D"), *BACK[-2:]])
     assert found.outcome is Outcome.UNKNOWN
-    assert found.missing == tuple(name.value for name in StageName if name.value in PUSHED_STAGES)[:-1]
+    assert found.missing == tuple(PUSHED_STAGES[:-1])
 
 
 def test_what_decode_deferred_and_what_the_router_took_is_told() -> None:
@@ -367,22 +313,7 @@ def test_clocks_that_disagree_never_make_a_stage_negative() -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_whatever_arrives_the_stages_add_up(seed: int) -> None:
-    """Marks lost, doubled and moved: never an overlap, a gap, or an exception."""
-    chance = random.Random(seed)
-    marks = [mark for mark in PUSHED if mark.name in (MarkName.ARRIVED, MarkName.ENDED) or chance.random() < 0.8]
-    for _ in range(chance.randrange(4)):
-        of = chance.choice(PUSHED)
-        moved = int(chance.uniform(-50, 300) * MS)
-        marks.append(replace(of, at_ns=moved, attempt=chance.randrange(4), note="x", rank=chance.randrange(3)))
-    if any(mark.name == MarkName.ARRIVED and mark.at_ns < 0 for mark in marks):
-        return
-    found = path(marks)
-    drawn = spans(found)
-    assert len({span.span_id for span in drawn}) == len(drawn)
-    by_id = {span.span_id: span for span in drawn}
-    for span in drawn[1:]:
-        parent = by_id[span.parent_id]
-        assert parent.start_ns <= span.start_ns <= span.end_ns <= parent.end_ns, span
+    check_worsened(PUSHED, random.Random(seed))
 
 
 def test_spans_have_one_root_one_trace_and_links_to_what_was_matched() -> None:
@@ -411,7 +342,7 @@ def test_every_stage_is_on_jaegers_critical_path(shift_ns: int) -> None:
     drawn = spans(path(moved))
     sections = critical_path(drawn, drawn[0])
     on_path = {name for name, _, _ in sections}
-    assert {*StageName} - {StageName.LOST, StageName.DECODE_COMPUTE, StageName.DECODE_QUEUE} <= on_path
+    assert {*PUSHED_STAGES} <= on_path
     total = sum(end - start for _, start, end in sections)
     assert abs(total - drawn[0].duration_ns // 1000) <= 1
     own = sum(end - start for name, start, end in sections if name == ROOT)

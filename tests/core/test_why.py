@@ -103,6 +103,41 @@ def pushed(*, waited_for: str = "", **moved: float) -> TraceView:
     )
 
 
+def turn(*history: Mark, had: int, cached: int, done_ms: float) -> TraceView:
+    """A conversation's next turn of 2,000 tokens: prefill had so many at its start, at 20 ms, and decode ``cached``."""
+    return view(
+        START,
+        marks((M.DECODE_ARRIVED, 4), (M.REGISTERING, 7, str(cached)), engine="D", role="decode"),
+        marks(
+            (M.PREFILL_ARRIVED, 5),
+            (M.PREFILL_SCHEDULED, 20, str(had or "")),
+            (M.PREFILL_DONE, done_ms, "2000"),
+            (M.REGISTERED, 8),
+            (M.COMPLETED, done_ms),
+            (M.POSTING, done_ms + 1),
+            (M.POSTED, done_ms + 2),
+            engine="P",
+            role="prefill",
+        ),
+        list(history),
+        marks((M.LANDED, done_ms + 3), (M.RECEIVED, done_ms + 3), (M.RESUMED, done_ms + 4), engine="D", role="decode"),
+        end(done_ms + 8),
+    )
+
+
+def taker(name: MarkName, at_ms: float, note: str = "") -> Mark:
+    """What prefill marks of history."""
+    return Mark(name, int(at_ms * MS), 0, "P", "prefill", note=note)
+
+
+CAME = [
+    taker(M.HISTORY_ASKED, 5, "D"),
+    taker(M.HISTORY_OFFERED, 8),
+    *marks((M.HISTORY_POSTED, 9), engine="D", role="decode"),
+    taker(M.HISTORY_RECEIVED, 11, "1900"),
+]
+
+
 def later(posting_ms: float) -> dict[str, float]:
     """What follows the post of a WRITE."""
     steps = {"posting": 0, "posted": 0.5, "landed": 3, "resumed": 4, "token": 9}
@@ -178,6 +213,36 @@ VERDICTS = [
         "waiting to post the WRITE: for a write lease of the decode engine",
     ),
     ("slow bus", pushed(registered=900, completed=901, **later(902)), "look at the NATS server, and at the CPU of"),
+    (
+        "history came",
+        turn(*CAME, had=1900, cached=1900, done_ms=31),
+        "1,900 tokens of history came from D in 6.0 ms; computing them would have taken about 209 ms",
+    ),
+    (
+        "history is slow",
+        turn(*(*CAME[:3], taker(M.HISTORY_RECEIVED, 19, "1900")), had=1900, cached=1900, done_ms=24),
+        "moving the history: look at the network between the two; 1,900 tokens",
+    ),
+    (
+        "history too late",
+        turn(CAME[0], taker(M.HISTORY_DECLINED, 15, "it did not answer in time"), had=0, cached=1900, done_ms=240),
+        "prefill computed 1,900 tokens that D had, in about 209 ms: it was asked, but it did not answer in time",
+    ),
+    (
+        "history fails",
+        turn(*CAME[:3], taker(M.HISTORY_FAILED, 15, "decode engine D left"), had=0, cached=1900, done_ms=240),
+        "that D had, in about 209 ms: they were asked for and did not come: decode engine D left",
+    ),
+    (
+        "history without a source",
+        turn(taker(M.HISTORY_NOT_ASKED, 5, "the bus is not connected"), had=0, cached=1900, done_ms=240),
+        "that D had, in about 209 ms: it was not asked, because the bus is not connected",
+    ),
+    (
+        "history without a hint",
+        turn(had=100, cached=1900, done_ms=240),
+        "1,800 tokens that D had, in about 208 ms: it was not asked, because the request named no engine",
+    ),
     ("failed", view(START, D_BEGIN, marks((M.ENDED, 50, "502"))), "failed without a token: status 502"),
 ]
 
@@ -188,6 +253,18 @@ def test_each_fault_is_told(case: str, trace: TraceView, says: str) -> None:
     print(f"\n| {case} | {verdict.text} |")
     assert says in verdict.text
     assert "\n" not in verdict.text
+
+
+def test_history_that_is_of_no_weight_is_not_spoken_of() -> None:
+    for trace in (
+        turn(had=1840, cached=1856, done_ms=60),  # 16 tokens
+        turn(had=1984, cached=1990, done_ms=60),  # a prefill of 16 tokens says nothing about the speed of many
+        pushed(),
+    ):
+        assert "D had" not in why(trace).text
+    assert "computing the prompt" in why(turn(had=1500, cached=1500, done_ms=60)).text
+    few = why(turn(*CAME, had=1990, cached=1990, done_ms=31)).text
+    assert few.endswith("; 1,900 tokens of history came from D in 6.0 ms"), "likewise"
 
 
 def test_a_trace_without_a_root_or_stages_is_said_to_be_so() -> None:
@@ -259,3 +336,19 @@ def test_a_report_of_many() -> None:
     assert (round(first.p50), round(first.p90), round(first.largest), first.count) == (55, 95, 105, 100)
     assert abs(sum(stage.share for stage in found.stages) - 1) < 0.001
     assert [side.name for side in found.late_sides] == ["prefill"]
+    assert (found.history, found.history_tokens, found.missed_tokens) == ({}, 0, 0)
+
+
+def test_a_report_counts_history_and_a_stage_once_for_each_request() -> None:
+    found = report_of(
+        [
+            *(turn(*CAME, had=1900, cached=1900, done_ms=31) for _ in range(3)),
+            turn(had=100, cached=1900, done_ms=240),
+        ]
+    )
+    assert found.history == {"received": 3, "not asked": 1}
+    assert (found.history_tokens, found.missed_tokens) == (5700, 1800)
+    by_name = {stage.name: stage for stage in found.stages}
+    assert by_name["history.write"].count == 3
+    assert by_name["prefill.queue"].count == 4, "a turn with history has two of them"
+    assert round(by_name["prefill.queue"].largest) == 15

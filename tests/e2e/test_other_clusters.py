@@ -40,7 +40,7 @@ async def test_unequal_tp_equals_the_reference(
         arguments=ARGUMENTS,
         prefill_arguments=["--tensor-parallel-size", str(prefill_tp)],
         decode_arguments=["--tensor-parallel-size", str(decode_tp)],
-        extra=TRANSFER_ALL,
+        extra={"history": True, **TRANSFER_ALL},
         say=say,
     ) as cluster:
         decode = cluster.engines["decode-0"].url
@@ -54,6 +54,12 @@ async def test_unequal_tp_equals_the_reference(
         prompts = [prompt(100 + 50 * number, seed=60 + number) for number in range(6)]
         expected = [(await complete(reference, ids)).tokens for ids in prompts]
         assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
+        ids = prompt(200, seed=70)
+        for turn in range(3):  # each answer's KV comes back from decode
+            answer = (await complete(reference, ids, 100)).tokens
+            assert (await complete(cluster.url, ids, 100)).tokens == answer
+            ids = [*ids, *answer, *prompt(20, seed=71 + turn)]
+        assert (await prompt_tokens(cluster.engines["prefill-0"].url)).external >= 2 * 96
 
 
 @pytest.fixture(scope="module")

@@ -22,14 +22,15 @@ from kvbus.tools.sources import read_files
 from kvbus.tools.traffic import quantile
 from kvbus.tools.view import MS, TraceView, problems, views_of
 from kvbus.tools.why import why
-from kvbus.trace import SpanData, StageName
+from kvbus.trace import HISTORY_STAGES, SpanData, StageName
 from kvbus.trace.spans import STREAM
 
 pytestmark = pytest.mark.e2e
 
 REQUESTS = 50
 ROUNDS = 2
-PUSHED = [name for name in StageName if name not in (StageName.LOST, StageName.DECODE_QUEUE, StageName.DECODE_COMPUTE)]
+OTHERS = {*HISTORY_STAGES, StageName.LOST, StageName.DECODE_QUEUE, StageName.DECODE_COMPUTE}
+PUSHED = [name for name in StageName if name not in OTHERS]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,17 @@ class FakeEngine:
     def __post_init__(self) -> None:
         options = {"heartbeat_interval_s": 0.05, "local_prefill_tokens": 0, **self.options}
         config = Config(nats_url="nats://memory", http_address="127.0.0.1:1", **options)
-        own = Heartbeat(self.name, self.incarnation, 0, self.role, State.STARTING, self.ranks, "m", compat=self.compat)
+        own = Heartbeat(
+            self.name,
+            self.incarnation,
+            0,
+            self.role,
+            State.STARTING,
+            self.ranks,
+            "m",
+            compat=self.compat,
+            history=config.history,
+        )
         self.own = own
         self.planes = [
             FakePlane(self.fabric, self.name, rank, self.ranks, self.num_blocks) for rank in range(self.ranks)
@@ -134,7 +144,8 @@ class FakeEngine:
                     finished.append(arrived.request_id)
         received, failed = set(finished), {each for each in finished if not self.received[each]}
         self.scheduler.admit(received, failed, kept := set(sent))
-        assert (received, kept) == (set(finished), set(sent)), "a rank reported what vLLM does not wait for"
+        if not self.own.history:
+            assert (received, kept) == (set(finished), set(sent)), "a rank reported what vLLM does not wait for"
         self.scheduler.step_done(received, failed, kept)
         if finished and self.decodes_at_once:
             self.start_decoding(*(self._arrived[each] for each in finished if self.received[each]))

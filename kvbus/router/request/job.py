@@ -37,6 +37,7 @@ class Job:
         tokens: about how many its prompts have.
         arrived_at: seconds, monotonic.
         trace: None if the request is not sampled.
+        history_engine: the decode engine that had this session's last turn, if it can give its KV; else empty.
     """
 
     path: str
@@ -48,6 +49,7 @@ class Job:
     tokens: int
     arrived_at: float
     trace: Trace | None
+    history_engine: str = ""
 
     @property
     def transfers(self) -> list[str]:

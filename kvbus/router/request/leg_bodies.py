@@ -58,8 +58,14 @@ def transfers_of(body: Mapping[str, Any], transfer_id: str, dialect: Dialect) ->
     return names[:MAX_TRANSFERS]
 
 
-def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, dialect: Dialect) -> Body:
-    """What the prefill engine gets: the same prompt, one token, no stream."""
+def prefill_leg(
+    body: Mapping[str, Any], transfer_id: str, traceparent: str, dialect: Dialect, history_engine: str = ""
+) -> Body:
+    """What the prefill engine gets: the same prompt, one token, no stream.
+
+    Args:
+        history_engine: a decode engine that may have the KV of the prompt's beginning.
+    """
     leg = _prompt_fields(body)
     parameters = leg
     if dialect.parameters and isinstance(body.get(dialect.parameters), dict):
@@ -73,6 +79,8 @@ def prefill_leg(body: Mapping[str, Any], transfer_id: str, traceparent: str, dia
         "transfer_id": transfer_id,
         "traceparent": traceparent,
     }
+    if history_engine:
+        leg["kv_transfer_params"]["history_engine_id"] = history_engine
     return leg
 
 
@@ -87,11 +95,13 @@ def decode_leg(
     prefill_engine: str,
     attempt: int,
     takeover_s: float,
+    history: bool = False,
 ) -> Body:
     """What the decode engine gets: the client's request, and where its KV comes from.
 
     Args:
         takeover_s: how long it shall wait for a rebind when the prefill engine is lost, seconds.
+        history: the prefill engine may want what this one has of the prompt.
     """
     return {
         **body,
@@ -104,5 +114,6 @@ def decode_leg(
             "attempt": attempt,
             "takeover_s": takeover_s,
             "traceparent": traceparent,
+            **({"history": True} if history else {}),
         },
     }

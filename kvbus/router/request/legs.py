@@ -17,7 +17,7 @@ from kvbus.router.request.apis import Body
 from kvbus.router.request.job import Job, Resources
 from kvbus.router.request.leg_bodies import decode_leg, prefill_leg
 from kvbus.router.request.streaming import Stream
-from kvbus.wire import Heartbeat
+from kvbus.wire import FIRST_ATTEMPT, Heartbeat
 
 # Of a prefill engine: it has no such model (any more), or no such API. It says nothing about the request.
 NO_VERDICT = frozenset({404, 405, 501})
@@ -40,7 +40,8 @@ class Legs:
     async def prefill(self, send: events.SendPrefill) -> None:
         """Send the prefill leg, and wait for its end."""
         job, engine = self._job, send.source
-        leg = prefill_leg(job.body, job.transfer_id, job.traceparent, job.dialect)
+        history_engine = job.history_engine if send.attempt == FIRST_ATTEMPT else ""
+        leg = prefill_leg(job.body, job.transfer_id, job.traceparent, job.dialect, history_engine)
         with self._loads.counted(engine, job.tokens):
             try:
                 answer = await upstream.post(self._session, engine, job.path, leg, job.headers)
@@ -109,8 +110,8 @@ class Legs:
         job = self._job
         if send.source is None:
             return job.body
-        source = send.source.engine
-        return decode_leg(job.body, job.transfer_id, job.traceparent, source, send.attempt, send.takeover_s)
+        source, history = send.source.engine, bool(job.history_engine) and send.attempt == FIRST_ATTEMPT
+        return decode_leg(job.body, job.transfer_id, job.traceparent, source, send.attempt, send.takeover_s, history)
 
     def _forget_name(self, engine: Heartbeat, answer: Answer) -> None:
         """An adapter may have been unloaded since the engine was asked for its names."""
