@@ -35,6 +35,8 @@ def sim(
 ) -> None:
     """The real protocol code among simulated engines, with faults; its invariants are checked at every step.
 
+    Of three requests in ten the decode engine has the beginning, and writes it into the prefill engine (history).
+
     Examples:
 
     [bold]kvbus sim[/bold]

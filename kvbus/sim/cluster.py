@@ -25,7 +25,8 @@ class Cluster:
         self.decodes = [f"D{number}" for number in range(rng.randint(1, 3))]
         roles = {**dict.fromkeys(self.prefills, Role.PREFILL), **dict.fromkeys(self.decodes, Role.DECODE)}
         self.engines = {
-            name: make_engine(Heartbeat(name, 1, 0, role, State.READY, ranks, "m")) for name, role in roles.items()
+            name: make_engine(Heartbeat(name, 1, 0, role, State.READY, ranks, "m", history=True))
+            for name, role in roles.items()
         }
 
     def route(self, chosen: str, others: list[str]) -> str:

@@ -85,7 +85,7 @@ class Engine(ABC):
             clock=clock,
             counters=self.world.counters,
             marking=NoMarks(),
-            pulse_interval_s=timing.heartbeat_s if own.role.prefills else None,
+            pulse_interval_s=timing.heartbeat_s if own.writes else None,
             first_pulse_at=clock() + (term_s(timing.write_lease_s, timing.max_write_s) if own.incarnation > 1 else 0.0),
             max_write_s=timing.max_write_s,
         )

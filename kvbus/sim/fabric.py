@@ -17,6 +17,8 @@ from kvbus.wire import blocks
 
 NUM_BLOCKS = 96
 _ROUNDING_S = 1e-6
+Content = tuple[str, int]
+"""What KV is of: a prompt, and the number of a block of it."""
 
 
 class BlockPool:
@@ -29,6 +31,7 @@ class BlockPool:
     def __init__(self, incarnation: int, settle: Callable[[], None]) -> None:
         self.incarnation, self._settle = incarnation, settle
         self._owners: dict[int, str] = {}
+        self._content: dict[tuple[int, int], Content] = {}  # by rank and block; whoever frees a block leaves it there
         self._free = deque(range(NUM_BLOCKS))
 
     @property
@@ -51,6 +54,28 @@ class BlockPool:
             # Reused at once: the worst that can happen to a late WRITE.
             self._free.appendleft(block)
 
+    def hand_over(self, block_ids: Sequence[int], owner: str) -> None:
+        """These are another owner's from now on."""
+        self._settle()
+        self._owners.update(dict.fromkeys(block_ids, owner))
+
+    def fill(self, block_ids: Sequence[int], ranks: int, prompt: str, first: int = 0) -> None:
+        """Every rank has computed these blocks of a prompt, from its block ``first`` on."""
+        for number, block in enumerate(block_ids, first):
+            self._content.update(dict.fromkeys([(rank, block) for rank in range(ranks)], (prompt, number)))
+
+    def copy(self, block_ids: Sequence[int], rank: int, source: BlockPool, source_ids: Sequence[int]) -> None:
+        """A WRITE of this rank: the last of the source's blocks line up with these."""
+        for block, source_block in zip(block_ids, source_ids[len(source_ids) - len(block_ids) :], strict=True):
+            self._content[rank, block] = source._content.get((rank, source_block), ("nothing", 0))
+
+    def check_content(self, block_ids: Sequence[int], ranks: int, prompt: str, first: int) -> None:
+        """Raise Violation if these are not the blocks of a prompt from its block ``first`` on."""
+        for number, block in enumerate(block_ids, first):
+            for rank in range(ranks):
+                if (found := self._content.get((rank, block), ("nothing", 0))) != (prompt, number):
+                    raise Violation(f"block {number} of prompt {prompt} was to come, and {found[0]}:{found[1]} did")
+
     def check_owner(self, runs: blocks.BlockRuns, owner: str, touched: str) -> None:
         """Raise Violation if a block that a WRITE ``touched`` is not its request's."""
         for block in itertools.chain.from_iterable(blocks.from_runs(runs)):
@@ -62,8 +87,10 @@ class Fabric:
     """The memory of every engine, the transports of their ranks, and the WRITEs under way.
 
     A WRITE lands at its time, whatever engines do meanwhile: where time is real and timers are late, it still lands
-    before anything that happens after its time.
+    before anything that happens after its time. ``copies``: what is in the blocks is written with them.
     """
+
+    copies = True
 
     def __init__(self, runtime: Runtime, timing: Timing) -> None:
         self.runtime, self.timing = runtime, timing
@@ -149,8 +176,8 @@ class MemoryTransport(SimTransport):
 
     def post(self, job: WriteJob, notification: str) -> None:
         runtime, rng, faults = self._runtime, self._runtime.rng, self._runtime.faults
-        pool = self._peers.get(job.sink_engine)
-        if pool is None or rng.random() < faults.write_failure:
+        pool, source = self._peers.get(job.sink_engine), self._fabric.pools.get(self._engine)
+        if pool is None or source is None or rng.random() < faults.write_failure:
             raise TransferRefusedError("no way to the peer")
         runtime.counts["writes"] += 1
         if rng.random() < faults.stuck:
@@ -161,16 +188,17 @@ class MemoryTransport(SimTransport):
         # The rank that posted it disconnects before this; a dead rank's last WRITE is over by then, too.
         takes_s = min(takes_s, 0.98 * self._timing.max_write_s)
         target = self._fabric.transports.get((job.sink_engine, self._rank))
-        source = self._fabric.pools.get(self._engine)
         self._fabric.land_after(takes_s, lambda: self._land(job, notification, source, pool, target))
 
     def _land(
-        self, job: WriteJob, notification: str, source: BlockPool | None, sink: BlockPool, target: SimTransport | None
+        self, job: WriteJob, notification: str, source: BlockPool, sink: BlockPool, target: SimTransport | None
     ) -> None:
-        if source is not None and self._fabric.pools.get(self._engine) is source:
+        if self._fabric.pools.get(self._engine) is source:
             source.check_owner(job.source_blocks, job.source_request, "read")
         if self._fabric.pools.get(job.sink_engine) is sink:
             sink.check_owner(job.sink_blocks, owner_of_attempt(job.sink_request, job.attempt), "landed in")
+            for ids, source_ids in zip(*map(blocks.from_runs, (job.sink_blocks, job.source_blocks)), strict=True):
+                sink.copy(ids, self._rank, source, source_ids)
             if target is not None:
                 target.arrive(notification)
         self._ended.append(WriteEnded(job.transfer_id, job.attempt, blocks.count(job.sink_blocks)))

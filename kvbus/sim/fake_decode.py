@@ -3,47 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from kvbus.engine import Abandon, Expect, Item, RankReport
+from kvbus.engine import Expect, Item, OfPrefill
 from kvbus.sim.fabric import NUM_BLOCKS, owner_of_attempt
-from kvbus.sim.fake_vllm import TOKENS_PER_BLOCK, FakeVllm
+from kvbus.sim.fake_history import Giver
+from kvbus.sim.fake_vllm import TOKENS_PER_BLOCK, FakeVllm, Receive, SinkPort
 from kvbus.sim.faults import Violation
 from kvbus.sim.request import Request
 from kvbus.sim.world import World
 from kvbus.wire import Cancel, Heartbeat, Registration, Wanted, blocks
-
-
-class SinkPort(Protocol):
-    """The calls of :class:`kvbus.engine.decode_scheduler.SinkScheduler` that vLLM's thread makes; see there."""
-
-    def why_not(self, hint: str) -> str: ...
-
-    def register(self, registration: Registration, hint: str) -> None: ...
-
-    def received(self, request_id: str) -> None: ...
-
-    def aborted(self, request_id: str) -> None: ...
-
-    def first_token(self, request_id: str) -> None: ...
-
-    def rebound(self, request_id: str, attempt: int, engine: str) -> None: ...
-
-    def unwanted(self, cancel: Cancel, hint: str) -> None: ...
-
-    def want(self, wanted: Wanted, hint: str) -> None: ...
-
-
-@dataclass(slots=True)
-class _Receive:
-    request: Request
-    blocks: list[int]
-    ok: bool = True
-    aborted: bool = False
-    rebound: tuple[int, str] | None = None
-    ended_on: set[int] = field(default_factory=set)
-    """The ranks that have reported it."""
 
 
 class FakeDecode(FakeVllm):
@@ -52,18 +20,29 @@ class FakeDecode(FakeVllm):
     A request that lost its KV is an orphan until the router names another prefill engine, or takes too long to.
     """
 
-    def __init__(self, world: World, own: Heartbeat, submit: Callable[[int, Item], None], sink: SinkPort) -> None:
-        super().__init__(world, own, submit)
-        self._sink = sink
+    def __init__(
+        self,
+        world: World,
+        own: Heartbeat,
+        submit: Callable[[int, Item], None],
+        publish: Callable[[OfPrefill], None],
+        sink: SinkPort,
+    ) -> None:
+        super().__init__(world, own, submit, publish, sink)
+        self._giver = Giver(world, own, self._as_source, self._tell, self._tell_ranks)
         self._queue: list[Request] = []
-        self._receives: dict[str, _Receive] = {}
         self._running: dict[str, Request] = {}
         self._orphans: dict[str, Request] = {}
         self._want_again_at = 0.0
 
     def leftovers(self) -> dict[str, int]:
         waiting = len(self._queue) + len(self._orphans)
-        return {"queued": waiting, "receives": len(self._receives), "running": len(self._running)}
+        return {
+            "queued": waiting,
+            "receives": len(self._receives),
+            "running": len(self._running),
+            "histories": len(self._held) + len(self._giver),
+        }
 
     def take(self, request: Request) -> None:
         if not self.alive:
@@ -79,9 +58,12 @@ class FakeDecode(FakeVllm):
             if request.ended or not request.on_decode_lost():
                 self._end(request, "lost with its decode engine")
 
+    def moved(self, message: OfPrefill) -> None:
+        """How far prefills are tells nothing here: blocks are taken at once."""
+
     def rebind(self, request: Request, attempt: int, engine: str) -> None:
         """The router has given this request's prefill to ``engine``."""
-        request_id = self._ids_of(request)["request_id"]
+        request_id = self._id_of(request)
         if (receive := self._receives.get(request_id)) is not None and not receive.aborted:
             receive.rebound = (attempt, engine)
             self._sink.rebound(request_id, attempt, engine)
@@ -96,22 +78,10 @@ class FakeDecode(FakeVllm):
         if self.world.runtime.now >= self._want_again_at:
             self._want_again_at = self.world.runtime.now + self.world.timing.block_lease_s / 3
             for request in self._queue:
-                self._sink.want(Wanted(**self._ids_of(request)), request.hint)
-
-    def abandon(self, request_id: str) -> None:
-        """kvbus has given up this receive; the ranks report it, unless they have already."""
-        self.world.runtime.counts["receives given up"] += 1
-        self._tell_ranks(Abandon(request_id))
-
-    def on_report(self, rank: int, report: RankReport) -> None:
-        for arrived in report.arrived:
-            receive = self._receives.get(arrived.request_id)
-            if receive is None or rank in receive.ended_on:
-                raise Violation(f"{self.own.engine} reported {arrived.request_id} twice: vLLM dies of it")
-            receive.ended_on.add(rank)
-            receive.ok = receive.ok and arrived.ok
-            if len(receive.ended_on) == self.own.tp_size:
-                self._finish(arrived.request_id, receive)
+                self._sink.want(Wanted(**self._as_sink(request, request.attempt)), request.hint)
+        for request_id, receive in self._receives.items():
+            if self._is_over(receive):
+                self._giver.withdraw(request_id)  # the prefill engine may be gone
 
     def _schedule(self) -> None:
         while self._queue and self.alive:
@@ -126,26 +96,43 @@ class FakeDecode(FakeVllm):
                 self._decline(request, reason)
                 self._compute(request, "computed locally")
             else:
-                request_id = self._ids_of(request)["request_id"]
-                owner = owner_of_attempt(request_id, request.attempt)
-                taken = self.pool.allocate(owner, request.prompt_blocks - request.cached_blocks)
-                if taken is None:
+                request_id = self._id_of(request)
+                missing, offers = request.prompt_blocks - request.cached_blocks, self._giver.is_asked(request)
+                if self.pool.free_blocks < missing + offers * request.cached_blocks:
                     return
                 self._queue.pop(0)
+                taken = self.pool.allocate(owner_of_attempt(request_id, request.attempt), missing) or []
                 self._register(request, request_id, taken)
+                if offers:
+                    self._offer(request, request_id)
 
     def _register(self, request: Request, request_id: str, taken: list[int]) -> None:
-        self._receives[request_id] = _Receive(request, taken)
+        self._receives[request_id] = Receive(request, taken)
         registration = Registration(
-            **self._ids_of(request),
+            **self._as_sink(request, request.attempt),
             blocks=blocks.to_runs([[block + NUM_BLOCKS * request.bad_blocks for block in taken]]),
             prompt_tokens=request.prompt_blocks * TOKENS_PER_BLOCK,
             cached_tokens=request.cached_blocks * TOKENS_PER_BLOCK,
+            digest=self._digest(request, request.prompt_blocks * TOKENS_PER_BLOCK),
         )
         self._tell_ranks(Expect(request_id, registration.attempt))
         self._sink.register(registration, request.hint)
         if request.abort_after_s is not None:
             self._call_later(request.abort_after_s, lambda: self._abort(request_id))
+
+    def _offer(self, request: Request, request_id: str) -> None:
+        """What the cache has of the prompt is the request's own from now on."""
+        kept = self.pool.allocate(request_id, request.cached_blocks) or []
+        self.pool.fill(kept, self.own.tp_size, request.prompt_on(self.own.role))
+        if kept:
+            self._held[request_id] = self._receives[request_id].others = kept
+        self._giver.offer(request, request_id, kept, self._digest(request, len(kept) * TOKENS_PER_BLOCK))
+
+    def _let_go(self, request_id: str, block_ids: list[int]) -> None:
+        self._giver.let_go(request_id)
+        receive = self._receives.get(request_id)
+        if receive is not None and self._is_over(receive):
+            self._arrived(request_id, receive)
 
     def _abort(self, request_id: str) -> None:
         receive = self._receives.get(request_id)
@@ -153,23 +140,28 @@ class FakeDecode(FakeVllm):
             receive.aborted = True
             self._sink.aborted(request_id)
 
-    def _finish(self, request_id: str, receive: _Receive) -> None:
+    def _arrived(self, request_id: str, receive: Receive) -> None:
+        if self._giver.holds_back(request_id):
+            self.world.runtime.counts["held back by their history"] += 1
+            self._giver.withdraw(request_id)
+            return
         del self._receives[request_id]
         request = receive.request
         if receive.ok:
             self._sink.received(request_id)
         if receive.aborted or not receive.ok:
-            self.pool.free(receive.blocks)
+            self.pool.free([*receive.blocks, *receive.others])
             if receive.aborted:
                 self._sink.first_token(request_id)
                 self._end(request, "aborted")
             else:
                 self._orphan(request_id, request, receive.rebound)
             return
+        self._check_content(receive.blocks, request, request.cached_blocks)
         self.world.runtime.counts["pushed blocks"] += len(receive.blocks)
         takes_s = self.world.runtime.rng.uniform(0.05, 0.5) * self.world.timing.work
         self._call_later(takes_s / 3, lambda: self._sink.first_token(request_id))
-        self._run(request, takes_s, "pushed", receive.blocks)
+        self._run(request, takes_s, "pushed", [*receive.blocks, *receive.others])
 
     def _orphan(self, request_id: str, request: Request, rebound: tuple[int, str] | None) -> None:
         """Wait a while for the router to name another prefill engine; then recompute."""
@@ -201,19 +193,10 @@ class FakeDecode(FakeVllm):
 
     def _decline(self, request: Request, reason: str) -> None:
         """Tell the prefill engine that nobody takes this transfer: it may free its blocks."""
-        self._sink.unwanted(Cancel(**self._ids_of(request), reason=reason[:256]), request.hint)
+        self._sink.unwanted(Cancel(**self._as_sink(request, request.attempt), reason=reason[:256]), request.hint)
 
     def _end(self, request: Request, how: str) -> None:
         if request.ended:
             raise Violation(f"{request.transfer_id} ended twice: {request.ended}, then {how}")
         request.ended, request.ended_at = how, self.world.runtime.now
         request.on_event(how)
-
-    def _ids_of(self, request: Request) -> dict[str, Any]:
-        return {
-            "transfer_id": request.transfer_id,
-            "attempt": request.attempt,
-            "sink_engine": self.own.engine,
-            "sink_incarnation": self.own.incarnation,
-            "request_id": f"d-{request.transfer_id}",
-        }

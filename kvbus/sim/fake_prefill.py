@@ -2,100 +2,138 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
-from kvbus.engine import Item, RankReport, Told
-from kvbus.sim.fake_vllm import TOKENS_PER_BLOCK, FakeVllm
-from kvbus.sim.faults import Violation
+from kvbus.engine import Expect, Item, OfPrefill, RankReport
+from kvbus.sim.fabric import owner_of_attempt
+from kvbus.sim.fake_history import Taker
+from kvbus.sim.fake_vllm import TOKENS_PER_BLOCK, FakeVllm, Receive, SinkPort
 from kvbus.sim.request import Request
 from kvbus.sim.world import World
-from kvbus.wire import Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, blocks
-
-PrefillMessage = PrefillProgress | PrefillCompleted | PrefillFailed
+from kvbus.wire import FIRST_ATTEMPT, Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, blocks
 
 
 class FakePrefill(FakeVllm):
-    """Computes one prompt at a time.
-
-    Args:
-        publish: says on the bus how a prefill is going.
-    """
+    """Computes one prompt at a time. Meanwhile the history of others may come."""
 
     def __init__(
         self,
         world: World,
         own: Heartbeat,
         submit: Callable[[int, Item], None],
-        publish: Callable[[PrefillMessage], None],
+        publish: Callable[[OfPrefill], None],
+        sink: SinkPort,
     ) -> None:
-        super().__init__(world, own, submit)
-        self._publish = publish
+        super().__init__(world, own, submit, publish, sink)
+        self._taker = Taker(world, own, sink, self._as_sink)
         self._queue: list[Request] = []
         self._computing: Request | None = None
-        self._held: dict[str, list[int]] = {}
-        self._number = 0
-        self._released: Counter[str] = Counter()
+        self._begun: dict[str, tuple[list[int], int]] = {}
+        """Of requests whose history has come: their blocks, and how many of them need not be computed."""
 
     def leftovers(self) -> dict[str, int]:
-        return {"queued": len(self._queue) + (self._computing is not None), "held": len(self._held)}
+        return {
+            "queued": len(self._queue) + (self._computing is not None),
+            "held": len(self._held),
+            "histories": len(self._receives) + len(self._taker) + len(self._begun),
+        }
 
     def take(self, request: Request) -> None:
         if not self.alive:
             return
         self._queue.append(request)
         total = request.prompt_blocks * TOKENS_PER_BLOCK
-        self._tell(PrefillProgress(**self._ids_of(request), computed=0, total=total, number=self._next_number()))
+        self._tell(PrefillProgress(**self._as_source(request), computed=0, total=total))
+        if self._taker.ask(request):
+            self._call_later(self.world.timing.offer_wait_s, self.step)
         self.step()
 
+    def moved(self, message: OfPrefill) -> None:
+        if self._taker.hear(message):
+            self.step()
+
     def on_report(self, rank: int, report: RankReport) -> None:
-        """Free the blocks that no rank reads any more."""
-        for request_id in report.released:
-            if request_id not in self._held:
-                raise Violation(f"{self.own.engine} released {request_id:.64}, which it does not hold: vLLM dies of it")
-            self._released[request_id] += 1
-            if self._released[request_id] == self.own.tp_size:
-                self.pool.free(self._held.pop(request_id))
+        super().on_report(rank, report)
         self.step()
 
     def step(self) -> None:
-        if self._computing is not None or not self._queue or not self.alive:
+        if not self.alive:
             return
-        request = self._queue[0]
-        taken = self.pool.allocate(self._ids_of(request)["request_id"], request.prompt_blocks)
+        for request in list(self._queue):
+            if not self._taker.waits(request) and (offered := self._taker.offered(request)):
+                self._receive(request, offered)
+        ready = [request for request in self._queue if not self._taker.waits(request)]
+        if self._computing is None and ready:
+            self._compute(ready[0])
+
+    def _receive(self, request: Request, offered: int) -> None:
+        """Take blocks for the whole prompt, and what is missing of the history."""
+        if self.pool.free_blocks < request.prompt_blocks:
+            return
+        request_id, own = self._id_of(request), request.source_cached_blocks
+        missing = self.pool.allocate(owner_of_attempt(request_id, FIRST_ATTEMPT), offered - own) or []
+        others = self.pool.allocate(request_id, request.prompt_blocks - len(missing)) or []
+        self.pool.fill(others[:own], self.own.tp_size, request.prompt_on(self.own.role))
+        self._queue.remove(request)
+        self._receives[request_id] = Receive(request, missing, others)
+        self._tell_ranks(Expect(request_id, FIRST_ATTEMPT))
+        self._taker.register(request, missing, offered, self._digest(request, offered * TOKENS_PER_BLOCK))
+        if request.prefill_fails:
+            self._call_later(self.world.runtime.rng.uniform(0.0, 0.5), lambda: self._abort(request_id))
+
+    def _abort(self, request_id: str) -> None:
+        """The prefill leg is closed; its blocks are free when no rank can write into them."""
+        receive = self._receives.get(request_id)
+        if receive is not None:
+            receive.aborted = True
+            self._sink.aborted(request_id)
+
+    def _arrived(self, request_id: str, receive: Receive) -> None:
+        request, own = receive.request, receive.request.source_cached_blocks
+        del self._receives[request_id]
+        self._taker.over(request, request_id, ok=receive.ok)
+        if receive.ok:
+            self._check_content(receive.blocks, request, own)
+        if receive.aborted or not receive.ok:
+            self.pool.free([*receive.blocks, *receive.others])
+        if receive.aborted:
+            self._fail(request)
+            return
+        if receive.ok:
+            self.world.runtime.counts["history blocks"] += len(receive.blocks)
+            self.pool.hand_over(receive.blocks, request_id)
+            taken = [*receive.others[:own], *receive.blocks, *receive.others[own:]]
+            self._begun[request_id] = (taken, own + len(receive.blocks))
+        self._queue.insert(0, request)
+
+    def _compute(self, request: Request) -> None:
+        request_id = self._id_of(request)
+        taken, come = self._begun.pop(request_id, (None, 0))
+        taken = taken or self.pool.allocate(request_id, request.prompt_blocks)
         if taken is None:
             return
-        self._computing = self._queue.pop(0)
-        takes_s = request.prompt_blocks * self.world.runtime.rng.uniform(0.01, 0.04) * self.world.timing.work
-        self._call_later(takes_s, lambda: self._finish(request, taken))
+        self._queue.remove(request)
+        self._computing, block_ids = request, taken
+        takes_s = (request.prompt_blocks - come) * self.world.runtime.rng.uniform(0.01, 0.04) * self.world.timing.work
+        self._call_later(takes_s, lambda: self._finish(request, block_ids, come))
 
-    def _finish(self, request: Request, taken: list[int]) -> None:
+    def _finish(self, request: Request, taken: list[int], come: int) -> None:
         self._computing = None
-        ids = {**self._ids_of(request), "number": self._next_number()}
+        self.pool.fill(taken[come:], self.own.tp_size, request.prompt_on(self.own.role), come)
         if request.prefill_fails:
             self.pool.free(taken)
-            self._tell(PrefillFailed(**ids, reason="aborted"))
+            self._fail(request)
         else:
-            self._held[ids["request_id"]] = taken
+            self._held[self._id_of(request)] = taken
             tokens = request.prompt_blocks * TOKENS_PER_BLOCK
-            self._tell(PrefillCompleted(**ids, blocks=blocks.to_runs([taken]), tokens=tokens))
-        request.on_event("prefilled")
+            about, digest = self._as_source(request), self._digest(request, tokens)
+            self._tell(PrefillCompleted(**about, blocks=blocks.to_runs([taken]), tokens=tokens, digest=digest))
+            request.on_event("prefilled")
         self.step()
 
-    def _tell(self, message: PrefillMessage) -> None:
-        self._publish(message)
-        self._tell_ranks(message)  # this way it cannot be lost
-        self._tell_ranks(Told(message.number))
+    def _fail(self, request: Request) -> None:
+        self._tell(PrefillFailed(**self._as_source(request), reason="aborted"))
+        request.on_event("prefilled")
 
-    def _next_number(self) -> int:
-        self._number += 1
-        return self._number
-
-    def _ids_of(self, request: Request) -> dict[str, Any]:
-        return {
-            "transfer_id": request.transfer_id,
-            "source_engine": self.own.engine,
-            "source_incarnation": self.own.incarnation,
-            "request_id": f"p-{request.transfer_id}",
-        }
+    def _let_go(self, request_id: str, block_ids: list[int]) -> None:
+        self.pool.free(block_ids)

@@ -22,6 +22,9 @@ class Faults:
         bad_blocks: a decode engine registers blocks that it does not have.
         rebind: the router moves a request to another prefill engine, or repeats it, though the first engine is alive.
         short_tail: no fault: a decode engine computes a prompt itself, since its cache has nearly all of it.
+        history: no fault: the router says that the decode engine may have the prompt's beginning. Then the prefill
+            engine takes what it lacks of it: a transfer with the roles turned round.
+        mixed_up: both engines have different prompts under one transfer id.
         clock_drift: how far an engine's clock may run fast or slow, as a share.
     """
 
@@ -40,6 +43,8 @@ class Faults:
     bad_blocks: float = 0.0
     rebind: float = 0.0
     short_tail: float = 0.0
+    history: float = 0.3
+    mixed_up: float = 0.0
     clock_drift: float = 0.0
     mean_write_s: float = 0.05
 
@@ -60,6 +65,7 @@ ALL_FAULTS = Faults(
     bad_blocks=0.01,
     rebind=0.05,
     short_tail=0.02,
+    mixed_up=0.01,
     clock_drift=0.005,
     mean_write_s=0.2,
 )

@@ -1,7 +1,8 @@
 """One run: a few engines, some hundred requests and faults, all drawn from the seed; then no faults; then the checks.
 
 The invariants: no WRITE lands in a block that changed owner (checked when it lands); nothing is released or reported
-twice (checked when it happens); every request ends in time; at the end every block is free and every table is empty.
+twice, and what was received is of the right prompt (checked when it happens); every request and every history ends in
+time; at the end every block is free and every table is empty.
 
 :mod:`kvbus.sim.virtual` and :mod:`kvbus.sim.realtime` run it, each in its own kind of time.
 """

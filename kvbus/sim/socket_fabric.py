@@ -32,6 +32,8 @@ class SocketFabric(Fabric):
         path: of the socket to listen on.
     """
 
+    copies = False
+
     def __init__(self, runtime: RealTimeRuntime, timing: Timing, path: Path) -> None:
         super().__init__(runtime, timing)
         self._guard, self._fail, self._path = runtime.guard, runtime.fail, str(path)

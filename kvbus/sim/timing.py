@@ -16,6 +16,8 @@ class Timing:
         work: factor of all computing, and of the time between requests and between faults.
         lead_s: from the start to the first request.
         settle_s: how long the cluster may take, without faults, to finish and forget every request.
+        offer_wait_s: how long a prefill engine waits for the offer of a history.
+        max_history_s: no history may be waited for longer, whatever happens.
         max_request_s: no request may take longer, whatever happens.
     """
 
@@ -32,6 +34,8 @@ class Timing:
     cancel_timeout_s: float = 1.0
     write_lease_s: float = 1.5
     max_write_s: float = 2.0
+    offer_wait_s: float = 0.05
+    max_history_s: float = 20.0
     max_request_s: float = 60.0
 
     def with_waits(self, factor: float) -> Timing:

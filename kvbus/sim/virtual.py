@@ -10,8 +10,7 @@ from kvbus.sim.runtime import VirtualRuntime
 from kvbus.sim.scenario import Scenario, Summary
 from kvbus.sim.timing import VIRTUAL
 from kvbus.sim.virtual_bus import VirtualBus
-from kvbus.sim.virtual_decode import VirtualDecode
-from kvbus.sim.virtual_prefill import VirtualPrefill
+from kvbus.sim.virtual_engine import VirtualEngine
 from kvbus.sim.world import World
 from kvbus.wire import Heartbeat
 
@@ -30,7 +29,7 @@ def run_virtual(seed: int, faults: Faults, transfers: int) -> Summary:
     bus = VirtualBus(runtime, network)
 
     def make_engine(own: Heartbeat) -> Engine:
-        return (VirtualPrefill if own.role.prefills else VirtualDecode)(world, bus, own)
+        return VirtualEngine(world, bus, own)
 
     scenario = Scenario(seed, world, transfers, make_engine, network, bus)
     runtime.run(scenario.start())

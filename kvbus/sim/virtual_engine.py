@@ -1,16 +1,21 @@
-"""What both kinds of engine in virtual time share: a real membership and real ranks, driven by timers."""
+"""An engine in virtual time: real ranks, registrar and membership around a fake vLLM, driven by timers."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-from kvbus.engine import AddPeer, Item, Rank
-from kvbus.protocol import Change, Membership
+from kvbus.engine import PREFILL, AddPeer, Greet, Item, OfPrefill, Overheard, Rank
+from kvbus.protocol import Change, Membership, PeerJoined, PeerLeft
+from kvbus.protocol.prefill import PooledCancel, PooledRegistration, SinkLeft
 from kvbus.sim.engine import Engine
+from kvbus.sim.fake_decode import FakeDecode
+from kvbus.sim.fake_prefill import FakePrefill
 from kvbus.sim.virtual_bus import VirtualBus
+from kvbus.sim.virtual_sink import VirtualSink
 from kvbus.sim.world import World
-from kvbus.wire import Bye, CancelAck, Heartbeat, Message, Pulse, RegistrationAck
+from kvbus.wire import Bye, CancelAck, Heartbeat, Message, Pulse, Registration, RegistrationAck, Wanted
 
 TICK_S = 0.2
 METADATA_DELAY_S = 0.02
@@ -18,7 +23,7 @@ PROGRESS_DELAY_S = 0.0005
 
 
 class VirtualEngine(Engine):
-    """See the module's docstring. To be started when its fake vLLM is in place."""
+    """See the module's docstring. It listens to what the ranks and the scheduler of a real one listen to."""
 
     def __init__(self, world: World, bus: VirtualBus, own: Heartbeat) -> None:
         super().__init__(world, own)
@@ -27,10 +32,27 @@ class VirtualEngine(Engine):
         self.membership = Membership(dead_after_s=world.timing.dead_after_s)
         self.ranks = [self._make_rank(number) for number in range(own.tp_size)]
         self.member = f"{own.engine}/{own.incarnation}"
+        self.sink = VirtualSink(
+            world,
+            bus,
+            own,
+            self.membership,
+            self.registrar,
+            self.clock,
+            self.publish,
+            lambda request_id: self.vllm.abandon(request_id),
+            lambda message: self.vllm.moved(message),
+        )
+        make_vllm = FakePrefill if own.role.prefills else FakeDecode
+        self.vllm = make_vllm(world, own, self.submit, self._publish_prefill, self.sink)
+        for area in ("reg", "cancel", "echo"):
+            bus.subscribe(self.member, f"{area}.{own.engine}", self._hand_on(lambda message: message))
+        bus.subscribe(self.member, f"prefill.{own.engine}", self._hand_on(Overheard))
+        bus.subscribe(self.member, "reg", self._hand_on(_pooled))
+        bus.subscribe(self.member, "cancel", self._hand_on(PooledCancel))
+        bus.subscribe(self.member, f"done.{own.engine}", self.submit_all)
         bus.subscribe(self.member, "hb", self._hear_membership)
         bus.watch(self.member, self._on_bus)
-
-    def start(self) -> None:
         self._beat(1)
         self._tick()
 
@@ -51,17 +73,8 @@ class VirtualEngine(Engine):
         for rank in range(self.own.tp_size):
             self.submit(rank, item)
 
-    @abstractmethod
-    def on_peer(self, change: Change) -> None: ...
-
-    def on_tick(self) -> None:
-        """Called every ``TICK_S``."""
-
-    def on_bus(self, up: bool) -> None:
-        """The server went away, or is back."""
-
     def introduce(self, engine: str) -> None:
-        """Hand the metadata of a decode engine to every rank, as if it had been asked for."""
+        """Hand the metadata of another engine to every rank, as if it had been asked for."""
         self.world.runtime.call_later(METADATA_DELAY_S, lambda: self._add_peer(engine))
 
     def _make_rank(self, number: int) -> Rank:
@@ -74,10 +87,16 @@ class VirtualEngine(Engine):
     def _publish_rank(self, engine: str, message: Message) -> None:
         if isinstance(message, Pulse):
             self.publish("pulse", message)
-        elif isinstance(message, RegistrationAck | CancelAck):
+        elif isinstance(message, (RegistrationAck, CancelAck, *PREFILL)):
             self.publish(f"ack.{engine}", message)
         else:
             self.publish(f"done.{engine}", message)
+
+    def _publish_prefill(self, message: OfPrefill) -> None:
+        self.publish(f"prefill.{self.own.engine}", message)
+
+    def _hand_on(self, wrap: Callable[[Any], Item]) -> Callable[[Any], None]:
+        return lambda message: self.submit_all(wrap(message))
 
     def _drive(self, rank: int) -> None:
         if self.alive:
@@ -91,7 +110,7 @@ class VirtualEngine(Engine):
             self._on_changes(self.membership.tick(self.clock()))
         for rank in range(self.own.tp_size):
             self._drive(rank)
-        self.on_tick()
+        self.sink.tick()
         self.vllm.step()
         self.world.runtime.call_later(TICK_S, self._tick)
 
@@ -105,11 +124,21 @@ class VirtualEngine(Engine):
 
     def _on_changes(self, changes: list[Change]) -> None:
         for change in changes:
-            self.on_peer(change)
+            self.sink.on_peer(change)
+            match change:
+                case PeerJoined(heartbeat):
+                    if heartbeat.may_write_into(self.own):
+                        self.submit_all(Greet())
+                    if self.own.may_write_into(heartbeat):
+                        self.introduce(heartbeat.engine)
+                case PeerLeft(engine, incarnation, _, _):
+                    self.submit_all(SinkLeft(engine, incarnation))
+                case _:
+                    pass
 
     def _on_bus(self, up: bool) -> None:
         self.membership.excuse_silence(self.clock())
-        self.on_bus(up)
+        self.sink.on_bus(up)
 
     def _add_peer(self, engine: str) -> None:
         peer = self.membership.get(engine)
@@ -120,3 +149,7 @@ class VirtualEngine(Engine):
         for rank in range(self.own.tp_size):
             metadata = {rank % peer.tp_size: fabric.metadata_of(peer.incarnation)}
             self.submit(rank, AddPeer(peer.engine, peer.incarnation, peer.tp_size, metadata))
+
+
+def _pooled(message: Registration | Wanted) -> Item:
+    return PooledRegistration(message) if isinstance(message, Registration) else replace(message, attempt=0)

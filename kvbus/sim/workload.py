@@ -56,7 +56,12 @@ class Workload:
             prefill_fails=fails,
             bad_blocks=router_rng.random() < faults.bad_blocks,
             short_tail=router_rng.random() < faults.short_tail,
+            mixed_up=router_rng.random() < faults.mixed_up,
         )
+        if router_rng.random() < faults.history:
+            request.history = True
+            request.cached_blocks = router_rng.randrange(blocks)
+            request.source_cached_blocks = router_rng.choice((0, 0, 0, request.cached_blocks // 2, blocks))
         request.on_event = lambda event: self._count_event(request, event)
         request.on_decode_lost = lambda: self._replace_decode(request)
         self.requests.append(request)
@@ -90,7 +95,7 @@ class Workload:
         """The decode engine died before the first token: another one asks for the same KV, under the next attempt."""
         if not request.takeover_s:
             return False
-        request.attempt, request.hint = request.attempt + 1, request.source
+        request.attempt, request.hint, request.history = request.attempt + 1, request.source, False
         self._runtime.counts["decode engines replaced"] += 1
 
         def send() -> None:
@@ -109,6 +114,7 @@ class Workload:
             if request.ended or attempt <= request.attempt:
                 return
             source = cluster.route(self._router_rng.choice(cluster.prefills), cluster.prefills)
+            request.history = False  # its legs say nothing of it
             if source != request.source or not cluster.engines[source].alive:
                 cluster.engines[source].vllm.take(request)
             request.source = source

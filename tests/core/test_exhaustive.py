@@ -1,5 +1,6 @@
 """Every interleaving of the small case: one transfer with one abort, one re-registration, one restart of the prefill
-engine and one lost message.
+engine and one lost message. Likewise of history, a transfer whose source is a decode engine that offers and may
+withdraw, and of a short tail, which the decode engine computes itself.
 
 A state is both cores, what is under way between them, and the WRITEs that run. From each, everything that can happen
 next is tried; a state seen before is not tried again. Time moves to the next moment at which something is due, so many
@@ -34,17 +35,34 @@ from kvbus.protocol.decode import (
     Registrar,
     SourceLeft,
 )
+from kvbus.protocol.decode.give_back import GiveBack
 from kvbus.protocol.prefill import (
     Matcher,
     PooledCancel,
     PooledRegistration,
     PostWrite,
     ReleaseBlocks,
+    Released,
     Send,
     SinkJoined,
+    SinkLeft,
     WriteEnded,
 )
-from kvbus.wire import Cancel, LeaseEcho, Message, PrefillCompleted, Registration, TransferStarted
+from kvbus.protocol.prefill.prefills import Prefills
+from kvbus.protocol.prefill.registrations import Registrations
+from kvbus.protocol.prefill.transfer import Outcome
+from kvbus.wire import (
+    Cancel,
+    LeaseEcho,
+    Message,
+    PrefillCompleted,
+    PrefillFailed,
+    PrefillProgress,
+    Registration,
+    Release,
+    TransferStarted,
+    Wanted,
+)
 
 LEASE_S, MAX_WRITE_S = 1.5, 2.0
 REQUEST = "d"
@@ -81,6 +99,9 @@ class State:
         self.registrar = Registrar(lease=lease, patience_s=3.0, transfer_timeout_s=6.0, cancel_timeout_s=0.5)
         self.matcher = self.new_matcher()
         self.at_sink(self.matcher.pulse(0.0))
+        self.begin()
+
+    def begin(self) -> None:
         self.register()
 
     def new_matcher(self) -> Matcher:
@@ -215,6 +236,9 @@ class State:
                     self.writes.append((job.attempt, self.now, self.incarnation))
                 case ReleaseBlocks(request_id):
                     assert request_id not in self.released, "released twice"
+                    assert all(incarnation != self.incarnation for *_, incarnation in self.writes), (
+                        "released under a WRITE"
+                    )
                     self.released.append(request_id)
 
     def sink(self, effects: list[Any]) -> None:
@@ -258,6 +282,110 @@ class State:
         assert self.released == self.completed, "blocks leaked"
 
 
+@dataclass
+class History(State):
+    """The source is a decode engine that may have the prompt's beginning, the sink a prefill engine that asks for it.
+
+    Attributes:
+        asks: the sink waits for an offer.
+        dead: the sink was killed.
+    """
+
+    asks: bool = True
+    dead: bool = False
+
+    def begin(self) -> None:
+        self.wire.append(("P", Wanted("t", 1, "D", 1, REQUEST)))
+
+    def choices(self) -> Iterator[tuple[str, Callable[[State], None]]]:
+        yield from super().choices()
+        if "nothing" in self.may and "complete 1" in self.may and self.incarnation == 1:
+            yield "nothing is cached", History.say_nothing
+        if "withdraw" in self.may and self.completed:
+            yield "withdraw", History.withdraw
+        if "die" in self.may:
+            yield "die", History.die
+        if self.asks:
+            yield "too late", History.decline
+
+    def say_nothing(self) -> None:
+        self.may.discard("complete 1")
+        self.at_source(PrefillFailed("t", "P", 1, "p1", "nothing is cached"))
+
+    def withdraw(self) -> None:
+        """The source's own receive is over."""
+        self.may.discard("withdraw")
+        self.at_source(Released(Release("t", 1, "P", "P", self.incarnation, "nobody waits for it")))
+
+    def die(self) -> None:
+        """Killed: nothing is said any more, and what was posted still lands."""
+        self.may -= {"die", "abort"}
+        self.asks, self.dead = False, True
+        self.registrar = Registrar()
+        self.local = [(to, message) for to, message in self.local if to == "P"]
+        self.wire = [(to, message) for to, message in self.wire if to == "P"] + [("P", SinkLeft("D", 1))]
+
+    def decline(self) -> None:
+        self.asks = False
+        self.wire.append(("P", Cancel("t", 1, "D", 1, REQUEST, "too late")))
+
+    def abort(self) -> None:
+        if not self.asks:
+            super().abort()
+            return
+        self.may.discard("abort")
+        self.decline()
+
+    def land(self, number: int) -> None:
+        if not self.dead:
+            super().land(number)
+            return
+        attempt, _, incarnation = self.writes.pop(number)
+        if incarnation == self.incarnation:
+            self.local.append(("P", WriteEnded("t", attempt, 1)))
+
+    def at_sink(self, event: Any) -> None:
+        if self.dead:
+            return
+        if not isinstance(event, PrefillCompleted | PrefillFailed):
+            super().at_sink(event)
+        elif self.asks and isinstance(event, PrefillFailed):
+            self.decline()
+        elif self.asks:
+            self.asks = False
+            self.register()
+
+    def play_to_the_end(self) -> None:
+        if self.asks:
+            self.decline()  # it waits for milliseconds
+        if self.dead:
+            self.attempt = 0  # nobody waits for its end
+        super().play_to_the_end()
+
+
+@dataclass
+class Tail(State):
+    """The decode engine computes the prompt itself; the prefill may be stopped, or be over."""
+
+    def begin(self) -> None:
+        self.at_source(PrefillProgress("t", "P", 1, "p1", 0, 32))
+        cancel = Cancel("t", 1, "D", 1, REQUEST, "a short tail", local_tokens=2)
+        self.wire.append(("P", cancel if self.hint else PooledCancel(cancel)))
+
+    def choices(self) -> Iterator[tuple[str, Callable[[State], None]]]:
+        yield from super().choices()
+        if "stop" in self.may and f"complete {self.incarnation}" in self.may:
+            yield "stop", Tail.stop
+
+    def stop(self) -> None:
+        self.may -= {"stop", f"complete {self.incarnation}"}
+        self.at_source(PrefillFailed("t", "P", self.incarnation, f"p{self.incarnation}", "aborted"))
+
+    def source(self, effects: list[Any]) -> None:
+        assert not any(isinstance(effect, PostWrite) for effect in effects), "a WRITE that nobody asked for"
+        super().source(effects)
+
+
 _MESSAGES: list[Any] = []
 
 
@@ -271,11 +399,16 @@ def leaves(kind: type[Any]) -> list[type[Any]]:
 
 
 class Freezer:
-    """States as bytes: equal bytes have the same future. Messages never change, so each is kept once."""
+    """States as bytes: equal bytes have the same future. Messages never change, so each is kept once.
 
-    def __init__(self) -> None:
+    Args:
+        kind: of all states.
+    """
+
+    def __init__(self, kind: type[State]) -> None:
+        self._kind = kind
         self._known: dict[Any, int] = {}
-        kinds = [*leaves(Message), PooledRegistration, PooledCancel, WriteEnded, SourceLeft, FirstToken]
+        kinds = [*leaves(Message), PooledRegistration, PooledCancel, WriteEnded, SourceLeft, SinkLeft, FirstToken]
         self._reducers = dict.fromkeys(kinds, self._reduce)
 
     def freeze(self, state: State) -> bytes:
@@ -288,8 +421,8 @@ class Freezer:
         return target.getvalue()
 
     def thaw(self, data: bytes) -> State:
-        state = State.__new__(State)
-        names = [*State.__dataclass_fields__, "registrar", "matcher"]
+        state = self._kind.__new__(self._kind)
+        names = [*self._kind.__dataclass_fields__, "registrar", "matcher"]
         vars(state).update(zip(names, pickle.loads(data), strict=True))
         for name in ("may", "given_back", "landed"):
             setattr(state, name, set(getattr(state, name)))
@@ -310,7 +443,7 @@ class Freezer:
 
 def explore(start: State, limit: int) -> int:
     """Try everything; returns how many different states there were."""
-    freezer = Freezer()
+    freezer = Freezer(type(start))
     paths: list[tuple[int, str]] = [(-1, "")]
     seen: set[bytes] = set()
     todo: list[tuple[bytes, int]] = [(freezer.freeze(start), 0)]
@@ -348,7 +481,7 @@ def trail(paths: list[tuple[int, str]], at: int) -> list[str]:
 COMPLETE = {"complete 1"}
 BOTH = {"complete 1", "complete 2"}
 AGAIN = {"rebind", "again"}
-CASES = {
+CASES: dict[str, tuple[set[str], int]] = {
     "abort": (COMPLETE | {"abort"}, 1),
     "abort-lose": (COMPLETE | {"abort", "lose"}, 1),
     "restart-lose": (BOTH | {"restart", "lose"}, 1),
@@ -368,7 +501,6 @@ if os.environ.get("KVBUS_SEARCH") == "deep":
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("hint", ["P", ""], ids=["hint", "pool"])
 @pytest.mark.parametrize("case", CASES)
@@ -377,3 +509,61 @@ def test_no_interleaving_breaks_a_law(case: str, hint: str) -> None:
     states = explore(State(steps, set(may), hint), limit=20_000_000)
     print(f"{case}: {states} states")
     assert states > 100
+
+
+HISTORIES = {
+    "lose": (COMPLETE | {"nothing", "withdraw", "abort", "lose"}, 0),
+    "time": (COMPLETE | {"withdraw", "abort"}, 1),
+    "restart": (COMPLETE | {"withdraw", "restart"}, 1),
+    "die": (COMPLETE | {"withdraw", "die"}, 1),
+}
+if os.environ.get("KVBUS_SEARCH") == "deep":
+    HISTORIES["all"] = (COMPLETE | {"nothing", "withdraw", "abort", "restart", "die", "lose"}, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("case", HISTORIES)
+def test_no_interleaving_of_a_history_breaks_a_law(case: str) -> None:
+    may, steps = HISTORIES[case]
+    states = explore(History(steps, set(may), "P"), limit=20_000_000)
+    print(f"{case}: {states} states")
+    assert states > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", ["P", ""], ids=["hint", "pool"])
+def test_no_interleaving_of_a_short_tail_breaks_a_law(hint: str) -> None:
+    states = explore(Tail(2, BOTH | {"stop", "restart", "lose"}, hint), limit=1_000_000)
+    print(f"{states} states")
+    assert states > 100
+
+
+def withdraw_under_a_write(self: Any, word: Released) -> Any:
+    transfer = self._transfers.get(word.transfer_id)
+    return [] if transfer is None else self._transfers.end(word.transfer_id, transfer, Outcome.CANCELLED)
+
+
+def give_back_at_once(self: Any, receive: Any, reason: str, now: float) -> Any:
+    self._receives.remove(receive.request_id)
+    return [Abandon(receive.request_id, reason)]
+
+
+def keep_a_late_offer(self: Any, completion: Any, now: float) -> Any:
+    late = self._transfers.ending(completion.transfer_id) is not None
+    return [] if late else COMPLETED(self, completion, now)
+
+
+COMPLETED = Prefills.complete
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "released under a WRITE": (Registrations, "release_unserved", withdraw_under_a_write),
+    "a WRITE landed in blocks that changed owner": (GiveBack, "cancel", give_back_at_once),
+    "blocks leaked": (Prefills, "complete", keep_a_late_offer),
+}
+
+
+@pytest.mark.parametrize("law", BROKEN)
+def test_a_broken_rule_of_history_is_found(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*BROKEN[law])
+    with pytest.raises(AssertionError, match=law):
+        explore(History(0, COMPLETE | {"withdraw", "abort"}, "P"), limit=100_000)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from kvbus.protocol import SinkLease, SourceLease
-from kvbus.protocol.decode import Arrivals, Arrived
+from kvbus.protocol.decode import Abandon, Arrivals, Arrived
+from kvbus.protocol.decode.give_back import GiveBack
 from kvbus.protocol.prefill import PostWrite, ReleaseBlocks, joiner
 from kvbus.protocol.prefill.decode_peers import Sinks
 from kvbus.protocol.prefill.joiner import Joiner
 from kvbus.protocol.prefill.registrations import Registrations
+from kvbus.protocol.prefill.transfer import Outcome, mismatch
+from kvbus.sim.fake_history import SUFFIX, Giver
 from kvbus.sim.faults import FAULT_KINDS, faults_of
 from kvbus.sim.run import InvariantBrokenError, run_many
 from kvbus.sim.virtual import run_virtual
@@ -29,11 +33,14 @@ def test_no_invariant_is_broken(kind: str) -> None:
     assert summary.transfers == 600
     ends = ("pushed", "recomputed", "computed locally", "aborted", "lost with its decode engine")
     assert sum(summary.counts[end] for end in ends) == 600
-    assert summary.counts["pushed"] > 300
+    assert summary.counts["pushed"] > 250
 
 
-def test_without_faults_everything_is_pushed() -> None:
-    assert run_many(5, 200, "none", lambda _: None).counts["pushed"] == 200
+def test_without_faults_everything_is_pushed_and_history_comes_back() -> None:
+    counts = run_many(5, 200, "none", lambda _: None).counts
+    assert counts["pushed"] == 200
+    assert counts["history: received"] > 20
+    assert counts["history: failed"] == 0
 
 
 def test_a_seed_gives_the_same_run() -> None:
@@ -58,7 +65,24 @@ def release_at_once(self: Any, key: str, transfer: Any, now: float) -> Any:
     return effects + posted
 
 
-REGISTER, MATCH = Registrations.register, Joiner.match
+def give_history_back_at_once(self: Any, receive: Any, reason: str, now: float) -> Any:
+    if not receive.registration.transfer_id.endswith(SUFFIX):
+        return CANCEL(self, receive, reason, now)
+    self._receives.remove(receive.request_id)
+    return [Abandon(receive.request_id, reason)]
+
+
+def withdraw_under_a_write(self: Any, word: Any) -> Any:
+    transfer = self._transfers.get(word.transfer_id)
+    return [] if transfer is None else self._transfers.end(word.transfer_id, transfer, Outcome.CANCELLED)
+
+
+def whatever_its_digest(registration: Any, completion: Any, sink: Any) -> str:
+    of_history = registration.transfer_id.endswith(SUFFIX)
+    return mismatch(replace(registration, digest="") if of_history else registration, completion, sink)
+
+
+REGISTER, MATCH, CANCEL = Registrations.register, Joiner.match, GiveBack.cancel
 
 
 def begin_with_the_echo(self: Any, sink: str, incarnation: int, number: int) -> None:
@@ -87,6 +111,14 @@ MUTATIONS: dict[str, tuple[str, list[Patch]]] = {
         [(Arrivals, "land", lambda self, landed: [Arrived(landed.request_id, ok=True)])],
     ),
     "F6: block ids are not checked": ("all", [(joiner, "mismatch", lambda *_: "")]),
+    "history: decode goes on while it is read": ("all", [(Giver, "holds_back", lambda *_: False)]),
+    "history: withdrawn under a WRITE": ("all", [(Registrations, "release_unserved", withdraw_under_a_write)]),
+    "history: prefill reuses its blocks without waiting": ("abort", [(GiveBack, "cancel", give_history_back_at_once)]),
+    "history: of another prompt": ("all", [(joiner, "mismatch", whatever_its_digest)]),
+    "history: offered again by a later attempt": (
+        "rebind",
+        [(Giver, "is_asked", lambda _, request: 0 < request.cached_blocks < request.prompt_blocks)],
+    ),
 }
 
 
