@@ -49,6 +49,7 @@ _NAMES = {
     "history: lost": ("history", "lost"),
     "history: no source": ("history", "no source"),
     "history: too late": ("history", "too late"),
+    "history: does not pay": ("history", "does not pay"),
     "history: nothing is missing": ("history", "nothing is missing"),
     "history: finished before it was scheduled": ("history", "finished"),
     "recomputed": ("recomputed", ""),

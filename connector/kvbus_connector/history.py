@@ -37,9 +37,9 @@ from kvbus.wire import (
 )
 from kvbus.wire import blocks as block_runs
 
+from .history_worth import PrefillSpeed, Worth
 from .identity import digest_of, name_transfer, traceparent_of
 
-MIN_STEP_TOKENS = 64
 MIN_WAIT_S, MAX_WAIT_S = 0.005, 0.05  # for an offer
 MIN_RECEIVE_S, MAX_RECEIVE_S = 0.1, 10.0
 
@@ -47,29 +47,6 @@ MIN_RECEIVE_S, MAX_RECEIVE_S = 0.1, 10.0
 def history_name(request: Any) -> str:
     """The id of the transfer of a request's history."""
     return name_transfer(request.request_id, request.kv_transfer_params).transfer_id + HISTORY_SUFFIX
-
-
-class PrefillSpeed:
-    """How many tokens a second this engine has computed of late, by its own steps; 0 while it is not known."""
-
-    def __init__(self) -> None:
-        self.tokens_per_s = 0.0
-        self._tokens, self._began_at = 0, 0.0
-
-    def begin_step(self, tokens: int, now: float) -> None:
-        self._tokens, self._began_at = tokens, now
-
-    def end_step(self, now: float) -> None:
-        """The step has ended; it counts if it was large enough to tell."""
-        if self._tokens >= MIN_STEP_TOKENS and now > self._began_at:
-            rate = self._tokens / (now - self._began_at)
-            self.tokens_per_s = rate if not self.tokens_per_s else 0.8 * self.tokens_per_s + 0.2 * rate
-        self._tokens = 0
-
-    def takes_s(self, tokens: int, at_least: float, at_most: float) -> float:
-        """How long ``tokens`` take to compute, seconds, within these bounds; ``at_most`` while that is not known."""
-        takes_s = tokens / self.tokens_per_s if self.tokens_per_s else at_most
-        return min(max(takes_s, at_least), at_most)
 
 
 class Stage(Enum):
@@ -91,6 +68,11 @@ class _Taken:
     """How many the decode engine has, of the whole prompt."""
     comes: int = 0
     """How many of them vLLM was told will come."""
+    lacking: int = 0
+    """How many of the prompt's tokens this engine would have to compute."""
+    asked_at: float = 0.0
+    registered_at: float = 0.0
+    """Seconds, monotonic: when vLLM first asked, and when the receive was registered."""
     blocked: bool = False
     """Whether vLLM had no blocks for them at once."""
 
@@ -122,7 +104,7 @@ class HistoryTaker:
         speed: PrefillSpeed,
     ) -> None:
         self._own, self._sink, self._counters, self._marking = own, sink, counters, marking
-        self._block_size, self._speed = block_size, speed
+        self._block_size, self._speed, self._worth = block_size, speed, Worth(speed)
         self._requests: dict[str, _Taken] = {}
         self._offers: dict[str, int] = {}
         self._expect: dict[str, int] = {}
@@ -160,6 +142,7 @@ class HistoryTaker:
                 self._offers[message.transfer_id] = tokens
             case _:
                 self._offers[message.transfer_id] = -1
+        self._sink.tell()
 
     def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
         """How many tokens beyond ``computed_tokens`` will come; None: ask again."""
@@ -167,24 +150,38 @@ class HistoryTaker:
         if taken is None or taken.stage is Stage.OVER:
             return 0
         offered, now = self._offers.get(taken.name, 0), time.monotonic()
-        if not taken.until:
-            lacking = request.num_prompt_tokens - computed_tokens
-            taken.until = now + self._speed.takes_s(lacking, MIN_WAIT_S, MAX_WAIT_S)
+        if not taken.asked_at:
+            taken.asked_at, taken.lacking = now, request.num_prompt_tokens - computed_tokens
+            taken.until = now + self._speed.takes_s(taken.lacking, MIN_WAIT_S, MAX_WAIT_S)
+            if not self._worth.asking(taken.lacking):
+                self._decline(taken, "does not pay")
+                self._marking.mark(taken.traced, MarkName.HISTORY_NOT_ASKED, note="it would hardly pay")
+                return 0
             self._marking.mark(taken.traced, MarkName.HISTORY_ASKED, note=taken.source)
         if not offered and now < taken.until:
             return None
-        most = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
-        taken.tokens = offered
-        if offered <= 0 or offered > most or offered % self._block_size or offered <= computed_tokens:
-            self._decline(taken, "too late" if not offered else "nothing is missing")
+        if reason := self._why_not(taken, offered, computed_tokens):
+            self._worth.learn(taken.lacking, 0, now - taken.asked_at)
+            self._decline(taken, reason)
             self._marking.mark(taken.traced, MarkName.HISTORY_DECLINED, note=_why_declined(offered, computed_tokens))
             return 0
+        taken.tokens = offered
         if taken.stage is Stage.ASKED:
             self._marking.mark(taken.traced, MarkName.HISTORY_OFFERED)
         else:
             taken.blocked = True
         taken.stage, taken.comes = Stage.OFFERED, offered - computed_tokens
         return taken.comes
+
+    def _why_not(self, taken: _Taken, offered: int, computed_tokens: int) -> str:
+        """Why an offer of so many tokens is not taken; empty if it is."""
+        most = (taken.request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        if not offered:
+            return "too late"
+        if offered > most or offered % self._block_size or offered <= computed_tokens:
+            return "nothing is missing"
+        is_decided = taken.stage is not Stage.ASKED
+        return "" if is_decided or self._worth.taking(offered - computed_tokens) else "does not pay"
 
     def allocated(self, request: Any, block_ids: Sequence[Sequence[int]], external_tokens: int) -> None:
         """vLLM has allocated ``block_ids``, those still to be filled, for ``external_tokens`` and what it computes."""
@@ -200,8 +197,8 @@ class HistoryTaker:
             digest=digest_of(request, taken.tokens),
             traceparent=traceparent_of(request),
         )
-        taken.stage = Stage.RECEIVING
-        taken.until = time.monotonic() + self._speed.takes_s(external_tokens, MIN_RECEIVE_S, MAX_RECEIVE_S)
+        taken.stage, taken.registered_at = Stage.RECEIVING, time.monotonic()
+        taken.until = taken.registered_at + self._speed.takes_s(external_tokens, MIN_RECEIVE_S, MAX_RECEIVE_S)
         if taken.blocked:
             self._marking.mark(taken.traced, MarkName.HISTORY_REGISTERING)
         self._expect[request.request_id] = FIRST_ATTEMPT
@@ -237,7 +234,9 @@ class HistoryTaker:
         for taken in [self._requests[each] for each in request_ids if self.awaits(each)]:
             request_id = taken.request.request_id
             taken.stage = Stage.OVER
-            if request_id in failed:
+            now, came = time.monotonic(), 0 if request_id in failed else taken.comes
+            self._worth.learn(taken.lacking, came, now - taken.asked_at, now - taken.registered_at)
+            if not came:
                 self._counters.add("history: lost")
             else:
                 self._marking.mark(taken.traced, MarkName.HISTORY_RECEIVED, note=str(taken.comes))

@@ -25,8 +25,9 @@ from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 from .address import serving_address
 from .block_rules import BlockRules
 from .door import Door
-from .history import HistoryTaker, PrefillSpeed
+from .history import HistoryTaker
 from .history_giver import HistoryGiver
+from .history_worth import PrefillSpeed
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .step import StepPlan

@@ -14,7 +14,7 @@ from kvbus.config import REGISTRATIONS
 from kvbus.errors import ConfigError
 from kvbus.signals import run
 
-BENCH_ARMS = ("kvbus", "push", "pull", "single", "transfer", "nohistory", *REGISTRATIONS)
+BENCH_ARMS = ("kvbus", "push", "pull", "bidirectional", "single", "transfer", "nohistory", *REGISTRATIONS)
 
 
 class BenchLoad(StrEnum):

@@ -189,7 +189,7 @@ class SinkScheduler:
 
     def _hear_transfer(self, message: TransferStarted | TransferDone | TransferFailed) -> None:
         self._apply(message)
-        self._tell()
+        self.tell()
 
     def _hear_source(self, message: RegistrationAck | CancelAck | OfPrefill) -> None:
         if isinstance(message, RegistrationAck | CancelAck):
@@ -232,11 +232,12 @@ class SinkScheduler:
                     self._node.counters.add("receives_abandoned")
                     logger.warning("kvbus: no KV from outside for request %s: %s", request_id, reason)
                     self._abandoned.append(effect)
-                    self._tell()
+                    self.tell()
                 case Reject(reason):
                     self._node.counters.add(f"rejected: {reason}")
 
-    def _tell(self) -> None:
+    def tell(self) -> None:
+        """End :meth:`wait_for_news`. Any thread."""
         self._news_at = time.monotonic()
         self._news.set()
 

@@ -9,36 +9,29 @@ The arms of :data:`EXTRA` are kvbus with these settings of its connector; ``sing
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import re
 import statistics
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from kvbus.config import REGISTRATIONS
-from kvbus.local.cluster import HOST, Cluster, Engine, EngineSpec, Say, wait_until
+from kvbus.local.cluster import Cluster, Engine, EngineSpec, Say, wait_until
 from kvbus.local.load import (
     Figures,
-    Prompt,
     RequestResult,
     Stream,
-    completion_body,
     figures,
     make_prompt,
     plain_stream,
-    read_events,
     run_load,
 )
-from kvbus.local.process import free_port, stop_all
 from kvbus.local.turns import Turns
-from kvbus.router.request import new_transfer_id
+from kvbus.local.upstream import CONNECTORS, upstream_pair
 from kvbus.signals import run
 
 EXTRA: dict[str, dict[str, Any]] = {
@@ -47,7 +40,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "nohistory": {"history": False},
     **{each: {"registration": each} for each in REGISTRATIONS},
 }
-ARMS = ("push", "pull", "single", *EXTRA)
+ARMS = (*CONNECTORS, "single", *EXTRA)
 ARGUMENTS = ("--max-model-len", "4096", "--seed", "1")
 UNCACHED = ("--no-enable-prefix-caching",)
 FINE = ("--block-size", "32")  # only full blocks are cached, and by default a CPU's have 128 tokens
@@ -206,84 +199,5 @@ def _boot(
         finally:
             single.child.stop()
         return
-    connector = {"push": "NixlPushConnector", "pull": "NixlConnector"}[arm]
-    side_ports = {"prefill": free_port(), "decode": free_port()}
-    engines: list[Engine] = []
-    try:
-        for kind, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-            transfer = {"kv_connector": connector, "kv_role": role, "engine_id": kind, "kv_buffer_device": "cpu"}
-            environment = {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": HOST,
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_ports[kind]),
-            }
-            words = [*arguments, *layout.arguments(kind)]
-            engines.append(Engine(EngineSpec(kind, model, model.name, transfer, words, environment), logs))
-        children = [engine.child for engine in engines]
-        wait_until(lambda: all(engine.healthy for engine in engines), children, f"booting two engines ({arm})", say)
-        make = _push_stream if arm == "push" else _pull_stream
-        yield make(engines[0], engines[1], model.name, side_ports["prefill"]), engines[1]
-    finally:
-        stop_all([engine.child for engine in engines])
-
-
-async def _prefill(
-    session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any], request_id: str
-) -> dict[str, Any]:
-    """Send the prefill leg; returns the parameters for the decode leg of a pull."""
-    params = {
-        "do_remote_decode": True,
-        "do_remote_prefill": False,
-        "remote_engine_id": None,
-        "remote_block_ids": None,
-        "remote_host": None,
-        "remote_port": None,
-    }
-    leg = {**body, "stream": False, "max_tokens": 1, "kv_transfer_params": params}
-    async with session.post(f"{engine.url}/v1/completions", json=leg, headers={"X-Request-Id": request_id}) as answer:
-        content = await answer.json()
-        if answer.status != 200:
-            raise ValueError(f"prefill: status {answer.status}: {content}"[:200])
-        returned: dict[str, Any] = content["kv_transfer_params"]
-        return returned
-
-
-async def _decode(
-    session: aiohttp.ClientSession, engine: Engine, body: dict[str, Any], request_id: str, params: dict[str, Any]
-) -> AsyncIterator[list[int]]:
-    leg = {**body, "kv_transfer_params": params}
-    async with session.post(f"{engine.url}/v1/completions", json=leg, headers={"X-Request-Id": request_id}) as answer:
-        async for ids in read_events(answer):
-            yield ids
-
-
-def _pull_stream(prefill: Engine, decode: Engine, model: str, _: int) -> Stream:
-    async def stream(session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int) -> AsyncIterator[list[int]]:
-        body, request_id = completion_body(model, prompt, max_tokens), new_transfer_id()
-        params = await _prefill(session, prefill, body, request_id)
-        async for ids in _decode(session, decode, body, request_id, params):
-            yield ids
-
-    return stream
-
-
-def _push_stream(prefill: Engine, decode: Engine, model: str, side_port: int) -> Stream:
-    async def stream(session: aiohttp.ClientSession, prompt: Prompt, max_tokens: int) -> AsyncIterator[list[int]]:
-        body, request_id = completion_body(model, prompt, max_tokens), new_transfer_id()
-        params = {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "remote_engine_id": prefill.spec.name,
-            "remote_request_id": f"cmpl-{request_id}-0",
-            "remote_host": HOST,
-            "remote_port": side_port,
-            "tp_size": 1,
-        }
-        prefilling = asyncio.create_task(_prefill(session, prefill, body, request_id))
-        try:
-            async for ids in _decode(session, decode, body, request_id, params):
-                yield ids
-        finally:
-            prefilling.cancel()
-            await asyncio.gather(prefilling, return_exceptions=True)
-
-    return stream
+    with upstream_pair(arm, model, logs, arguments, layout.arguments, say) as pair:
+        yield pair

@@ -28,6 +28,14 @@ def make_prompt(tokens: int, seed: int) -> Prompt:
     return [chance.choice(VOCABULARY) for _ in range(tokens)]
 
 
+class WholeAnswer(list[int]):
+    """All tokens of an answer that was not streamed, and how long its first one took, seconds."""
+
+    def __init__(self, tokens: Sequence[int], ttft_s: float) -> None:
+        super().__init__(tokens)
+        self.ttft_s = ttft_s
+
+
 @dataclass(slots=True)
 class RequestResult:
     """One request as its client saw it. Times in seconds."""
@@ -86,7 +94,8 @@ async def send_request(
     try:
         async with asyncio.timeout(timeout_s):
             async for new in stream(session, prompt, max_tokens):
-                result.ttft_s = result.ttft_s or time.perf_counter() - started
+                took_s = new.ttft_s if isinstance(new, WholeAnswer) else time.perf_counter() - started
+                result.ttft_s = result.ttft_s or took_s
                 result.tokens += new
         if len(result.tokens) != max_tokens:
             result.error = f"{len(result.tokens)} of {max_tokens} tokens"

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 from kvbus_connector import history
-from kvbus_connector.history import PrefillSpeed
 from kvbus_connector.history_giver import HistoryGiver
+from kvbus_connector.history_worth import TRY_AGAIN, PrefillSpeed, Worth
 from support.fake_engine import COMPAT, Boot, FakeEngine, Request, legs
 from support.waiting import eventually_sync
 
-from kvbus.wire import Heartbeat, Role, State
+from kvbus.bus import MemoryBroker
+from kvbus.wire import Cancel, Heartbeat, Role, State
+from kvbus.wire import decode as decode_message
 
 P_BLOCKS, D_BLOCKS = [1, 2, 3], [10, 11, 12]
 HISTORY = 64  # tokens, of 96
@@ -148,11 +150,30 @@ def test_no_history_is_asked_for_that_the_digest_does_not_cover(
         assert prefill.scheduler.tokens_from_outside(leg, 0) is computes
 
 
-def test_another_prompt_is_not_taken(pair: tuple[FakeEngine, FakeEngine]) -> None:
+def test_what_does_not_pay_is_not_waited_for_and_not_held(
+    pair: tuple[FakeEngine, FakeEngine], broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P's word overtakes D's offer."""
+    monkeypatch.setattr(Worth, "asking", lambda _self, _lacking: False)
+    prefill, decode = pair
+    p_leg, d_leg = turn()
+    prefill.arrive(p_leg)
+    assert prefill.scheduler.tokens_from_outside(p_leg, 0) == 0
+    eventually_sync(lambda: any(isinstance(decode_message(payload), Cancel) for _, payload in list(broker.log)))
+    allocate(decode, d_leg)
+    eventually_sync(lambda: decode.has_released(d_leg.request_id))
+
+
+class Lora:
+    lora_name = "other"
+
+
+@pytest.mark.parametrize("what", [{"prompt_token_ids": list(range(1, 97))}, {"lora_request": Lora()}])
+def test_another_prompt_or_adapter_is_not_taken(pair: tuple[FakeEngine, FakeEngine], what: dict[str, Any]) -> None:
     """H5: of as many tokens, under the same id."""
     prefill, decode = pair
     p_leg, d_leg = turn()
-    p_leg.prompt_token_ids = list(range(1, 97))
+    vars(p_leg).update(what)
     prefill.arrive(p_leg)
     allocate(decode, d_leg)
     assert offered(prefill, decode, p_leg) == HISTORY
@@ -289,3 +310,54 @@ def test_an_offer_is_waited_for_as_long_as_computing_would_take() -> None:
     speed.begin_step(3, 30)
     speed.end_step(31)
     assert speed.tokens_per_s == pytest.approx(10_000), "a step of a few tokens tells nothing"
+
+
+def test_the_speed_is_that_of_large_steps_also_when_the_next_one_is_planned_before_their_end() -> None:
+    speed = PrefillSpeed()
+    for at in range(8):
+        speed.begin_step(200, at)
+        speed.begin_step(at % 2, at + 0.001)
+        speed.end_step(at + 0.02)
+        speed.end_step(at + 0.021)
+    assert speed.tokens_per_s == pytest.approx(10_000)
+    speed.begin_step(200, 10)
+    speed.end_step(10.0001)
+    assert speed.tokens_per_s == pytest.approx(10_000), "of another step"
+
+
+def at_speed(tokens_per_s: float) -> PrefillSpeed:
+    speed = PrefillSpeed()
+    speed.begin_step(1000, 0)
+    speed.end_step(1000 / tokens_per_s)
+    return speed
+
+
+def test_a_history_is_asked_for_while_it_saves_more_than_it_costs() -> None:
+    worth = Worth(at_speed(10_000))
+    assert worth.asking(10), "nothing is known"
+    for _ in range(8):
+        worth.learn(lacking=200, came=50, took_s=0.01, received_s=0.004)  # 5 ms saved by 10 ms
+    assert not worth.asking(200)
+    assert worth.asking(400), "a fourth of it takes 10 ms"
+    assert not worth.taking(39), "3.9 ms by 4"
+    assert worth.taking(40)
+
+
+def test_one_slow_history_changes_nothing() -> None:
+    worth = Worth(at_speed(10_000))
+    for took_s in (0.005, 2.0, 0.005):
+        worth.learn(lacking=200, came=200, took_s=took_s, received_s=took_s)
+    assert worth.asking(200)
+    assert worth.taking(100)
+
+
+def test_what_does_not_pay_is_tried_again_now_and_then() -> None:
+    worth = Worth(at_speed(10_000))
+    worth.learn(lacking=200, came=0, took_s=0.01)
+    assert [worth.asking(200) for _ in range(2 * TRY_AGAIN)].count(True) == 2
+
+
+def test_at_a_speed_that_is_not_known_all_is_asked_for() -> None:
+    worth = Worth(PrefillSpeed())
+    worth.learn(lacking=200, came=0, took_s=1.0)
+    assert worth.asking(1)

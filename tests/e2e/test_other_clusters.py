@@ -55,11 +55,11 @@ async def test_unequal_tp_equals_the_reference(
         expected = [(await complete(reference, ids)).tokens for ids in prompts]
         assert [got.tokens for got in await complete_all(cluster.url, prompts)] == expected
         ids = prompt(200, seed=70)
-        for turn in range(3):  # each answer's KV comes back from decode
+        for turn in range(12):  # each answer's KV comes back from decode, if it pays
             answer = (await complete(reference, ids, 100)).tokens
             assert (await complete(cluster.url, ids, 100)).tokens == answer
             ids = [*ids, *answer, *prompt(20, seed=71 + turn)]
-        assert (await prompt_tokens(cluster.engines["prefill-0"].url)).external >= 2 * 96
+        assert (await prompt_tokens(cluster.engines["prefill-0"].url)).external >= 96
 
 
 @pytest.fixture(scope="module")
