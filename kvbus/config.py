@@ -43,6 +43,7 @@ class Config:
             half of its blocks would stay free, else jit. A request may say it, too.
         local_prefill_tokens: a decode engine computes a prompt itself if at most so many of its tokens are not in its
             prefix cache; 0: never.
+        cache_events: say on the bus what enters and leaves the prefix cache, so that routers choose by it.
         history: prefill and decode engines that have it give each other what they have of a conversation; see
             docs/protocol.md.
         write_lease_s, max_write_s: see :mod:`kvbus.protocol.lease`; the same in all engines of a namespace.
@@ -62,6 +63,7 @@ class Config:
     registration: str = "auto"
     local_prefill_tokens: int = 64
     history: bool = False
+    cache_events: bool = False
 
     def __post_init__(self) -> None:
         for server in self.servers:

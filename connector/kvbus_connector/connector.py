@@ -77,12 +77,12 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._start(vllm_config, role, kv_cache_config)
 
     def _start(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        config, own = _checked(vllm_config, kv_cache_config)
+        config, own, cache_group = _checked(vllm_config, kv_cache_config)
         engine = own.engine
         if role is KVConnectorRole.SCHEDULER:
             rules = vllm_nixl.UpstreamBlockRules(vllm_config, engine, kv_cache_config)
             bus = NatsBus(config.servers, connection_name(engine, own.incarnation))
-            self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid(), engine_secret())
+            self._scheduler = SchedulerHalf(config, own, rules, bus, os.getpid(), engine_secret(), cache_group)
         else:
             device = vllm_nixl.current_device()
             self._worker = WorkerHalf(
@@ -217,8 +217,8 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker
 
 
-def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Config, Heartbeat]:
-    """What this engine is configured to be; raises what the class says."""
+def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[Config, Heartbeat, int]:
+    """What this engine is configured to be, and the KV group that it tells of; raises what the class says."""
     check_version(vllm.__version__)
     vllm_nixl.check_upstream()
     check_vllm_config(vllm_config)
@@ -226,11 +226,12 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[C
     check_token("engine_id", vllm_config.kv_transfer_config.engine_id)
     config = Config.from_mapping(vllm_config.kv_transfer_config.kv_connector_extra_config)
     own = heartbeat_of(vllm_config, vllm.__version__, config)
-    if not config.history:
-        return config, own
-    if obstacle := vllm_nixl.why_no_history(vllm_config, kv_cache_config):
+    group, block_size = vllm_nixl.cached_group(vllm_config, kv_cache_config) if config.cache_events else (0, 0)
+    obstacle = vllm_nixl.why_no_history(vllm_config, kv_cache_config) if config.history else ""
+    if obstacle:
         logger.info("kvbus: conversations' histories stay where they are: %s", obstacle)
-    return config, replace(own, history=not obstacle)
+    own = replace(own, history=config.history and not obstacle, cache_block_size=block_size)
+    return config, own, group
 
 
 def _log_like_vllm() -> None:

@@ -24,10 +24,12 @@ from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
 from .address import serving_address
 from .block_rules import BlockRules
+from .cache_events import CacheEvents
 from .door import Door
 from .history import HistoryTaker
 from .history_giver import HistoryGiver
 from .history_worth import PrefillSpeed
+from .hits import Hits
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
@@ -47,9 +49,19 @@ class SchedulerHalf:
         own: this engine's first heartbeat.
         pid: of this process; its ancestor serves HTTP.
         secret: what all processes of this engine share; see :mod:`kvbus.bus.keys`.
+        cache_group: the KV group whose blocks :class:`CacheEvents` tells.
     """
 
-    def __init__(self, config: Config, own: Heartbeat, rules: BlockRules, bus: Bus, pid: int, secret: bytes) -> None:
+    def __init__(
+        self,
+        config: Config,
+        own: Heartbeat,
+        rules: BlockRules,
+        bus: Bus,
+        pid: int,
+        secret: bytes,
+        cache_group: int = 0,
+    ) -> None:
         keys = Keys(secret, own.engine, own.incarnation)
         own = keys.introduce(own)
         self._config, self._own, self._pid = config, own, pid
@@ -82,6 +94,8 @@ class SchedulerHalf:
         self._speed = PrefillSpeed()
         self._giver = HistoryGiver(own, self._outgoing, self._block_size)
         self._taker = HistoryTaker(own, self._sink, self.node.counters, marking, self._block_size, self._speed)
+        self._hits = Hits()
+        self._cache = CacheEvents(self.node, own, cache_group) if own.cache_block_size else None
         self._sink.watch_prefills(self._incoming.prefill_moved)
         self._sink.watch_prefills(self._taker.moved)
         self._sink.serve_rebind(self._incoming.rebind)
@@ -102,6 +116,8 @@ class SchedulerHalf:
 
     def bind_block_pool(self, block_pool: Any) -> None:
         self._block_pool = block_pool
+        if self._cache is not None:
+            self._cache.watch(block_pool)
 
     def set_metadata(self, payloads: Mapping[int, bytes]) -> None:
         """NIXL agent metadata of every rank: from now on other engines can meet this one."""
@@ -109,6 +125,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self._closed.set()
+        if self._cache is not None:
+            self._cache.close()
         self.node.close()
 
     # vLLM's hooks
@@ -125,6 +143,7 @@ class SchedulerHalf:
 
     def tokens_from_outside(self, request: Any, computed_tokens: int) -> int | None:
         """See :meth:`Incoming.tokens_from_outside`; of a prefill, :meth:`HistoryTaker.tokens_from_outside`."""
+        self._hits.looked_up(request, computed_tokens)
         params = request.kv_transfer_params
         end = self._taker if params and params.get("do_remote_decode") else self._incoming
         return end.tokens_from_outside(request, computed_tokens)
@@ -157,6 +176,7 @@ class SchedulerHalf:
             prefilled: it ended well, with its whole prompt computed.
         """
         self._requests -= 1
+        self._hits.finished(request)
         self._incoming.finished(request)
         self._taker.finished(request)
         params = request.kv_transfer_params
@@ -246,6 +266,9 @@ class SchedulerHalf:
             requests=self._busy,
             queued_tokens=self._outgoing.queued_tokens,
             step_s=self._step_s,
+            cache_number=self._cache.number if self._cache is not None else 0,
+            prompt_tokens=self._hits.prompt_tokens,
+            cached_tokens=self._hits.cached_tokens,
         )
 
     def _find_address(self) -> None:

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import NixlPushConnectorWorker
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, UniformTypeKVCacheSpecs
 
 from kvbus.errors import ConfigError
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 INTERNALS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "nixl.base_worker": (base_worker, ("NixlWrapper", "nixl_agent_config")),
+    "BlockPool": (BlockPool, ("take_events",)),
     "mamba_utils": (mamba_utils, ("get_conv_state_layout",)),
     "NixlBaseConnectorWorker": (
         NixlBaseConnectorWorker,
@@ -93,6 +95,23 @@ def why_no_history(vllm_config: Any, kv_cache_config: Any) -> str:
     if len(specs) != 1 or not kinds <= {FullAttentionSpec, MLAAttentionSpec}:
         return f"the model's cache is not one of full attention: {', '.join(sorted(each.__name__ for each in kinds))}"
     return ""
+
+
+def cached_group(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
+    """The KV group whose blocks say how much of a prompt is cached, and how many tokens one of them holds.
+
+    Groups with full attention hold a prompt from its beginning on; others a window at its end, or a state.
+
+    Raises:
+        ConfigError: there is no such group, or no prefix cache.
+    """
+    wanted = "false, for this engine"
+    if not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigError("cache_events", True, f"{wanted} has no prefix cache (--enable-prefix-caching)")
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        if isinstance(group.kv_cache_spec, FullAttentionSpec):
+            return number, int(group.kv_cache_spec.block_size)
+    raise ConfigError("cache_events", True, f"{wanted}'s model has no layers with full attention")
 
 
 def _backends(vllm_config: Any) -> list[str]:

@@ -7,6 +7,7 @@ decodes, believes or refuses, and hands on. The only room that imports nats and 
 from __future__ import annotations
 
 from kvbus.bus.announcer import ANSWER_EVERY_S
+from kvbus.bus.caches import Caches
 from kvbus.bus.keys import Keys
 from kvbus.bus.memory import MemoryBroker, MemoryBus
 from kvbus.bus.nats import NatsBus, without_credentials
@@ -19,6 +20,7 @@ __all__ = [
     "ANSWER_EVERY_S",
     "QUIET_S",
     "Bus",
+    "Caches",
     "Callback",
     "Handler",
     "Keys",

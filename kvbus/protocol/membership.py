@@ -17,7 +17,15 @@ MAX_PEERS = 4096
 _WORDS = attrgetter(*(field.name for field in fields(Heartbeat) if field.name != "number"))
 # What an incarnation has once said of itself does not change, so whoever says otherwise is not it.
 _FIXED = attrgetter(
-    "role", "tp_size", "compat", "data_parallel", "data_parallel_rank", "public_key", "farewell", "history"
+    "role",
+    "tp_size",
+    "compat",
+    "data_parallel",
+    "data_parallel_rank",
+    "public_key",
+    "farewell",
+    "history",
+    "cache_block_size",
 )
 # A new incarnation takes the place of one that was silent for so long. One that still speaks is not gone.
 YIELD_S = 1.0

@@ -52,7 +52,7 @@ class Router:
     ) -> None:
         self._node, self._settings = node, settings or Settings()
         self.in_flight, self.meters = InFlight(), Meters(node.membership)
-        self._fleet = Fleet(node, engine_key)
+        self._fleet = Fleet(node, engine_key, self.meters.tokenized)
         self._collector = Collector(node, span_sinks, self.meters.path) if span_sinks else None
         limits = self._settings
         self._clients = Clients(limits.trusted_proxies)
@@ -64,6 +64,8 @@ class Router:
             bus_connected=lambda: self._node.bus.connected,
             ready=lambda: self.readiness().ready,
             lacking=lambda: len(self.readiness().lacking),
+            cache_blocks=lambda: sum(self._fleet.caches.index.blocks().values()),
+            cache_mended=lambda: self._fleet.caches.index.mended,
         )
 
     def app(self) -> web.Application:

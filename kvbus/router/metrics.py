@@ -34,6 +34,8 @@ GAUGES = {
     "lacking": "How many things are missing of those that /ready names: engines of a model, the bus.",
     "bus_connected": "1 while the NATS server answers.",
     "connections": "Clients' connections.",
+    "cache_blocks": "Blocks in engines' prefix caches that the router knows of.",
+    "cache_mended": "Times that an engine was asked anew for all that is in its prefix cache.",
 }
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -102,6 +104,20 @@ class Meters:
             "the prompt was missing from its cache, or its KV did not come).",
             "why",
             ("none_ready", "name", "none_fits", "decode"),
+        )
+        self._chosen = self._counter(
+            "choices",
+            "Requests by what their engines were chosen by: cache (what engines have of the prompt) or head (its "
+            "session, its first words, the load).",
+            "by",
+            ("cache", "head"),
+        )
+        self._tokenized = self._counter(
+            "tokenize",
+            "Prompts that came as text and whose token ids would help, by what became of them: asked (an engine told "
+            "them), remembered, busy (too many at once, or after a failure), failed (no answer in time, or no ids).",
+            "outcome",
+            ("asked", "remembered", "busy", "failed"),
         )
         self._connections_refused = self._counter(
             "connections_refused",
@@ -175,6 +191,12 @@ class Meters:
 
     def alone(self, why: str) -> None:
         self._alone.labels(why).inc()
+
+    def chosen(self, by: str) -> None:
+        self._chosen.labels(by).inc()
+
+    def tokenized(self, outcome: str) -> None:
+        self._tokenized.labels(outcome).inc()
 
     def path(self, path: Path) -> None:
         """The critical path of a traced request. Any thread."""

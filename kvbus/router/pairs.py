@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from random import Random
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from kvbus.engine import PREFILL, OfPrefill
 from kvbus.metrics import OncePer
 from kvbus.protocol import Change, PeerJoined, PeerLeft
 from kvbus.router.admission import Gate
-from kvbus.router.fleet import SESSION_HEADER, Choice, Key, affinity_of, key_of, prompt_tokens
+from kvbus.router.fleet import SESSION_HEADER, Choice, Key, affinity_of, is_usable, key_of, prompt_tokens
 from kvbus.router.http import MODEL, REQUEST_ID, Clients, Reader, RefusedError, forwarded, parse, request_id_of
 from kvbus.router.request import (
     RESPONSES,
@@ -30,6 +31,7 @@ from kvbus.router.request import (
     Serving,
     must_be_alone,
     new_transfer_id,
+    tokenize_question,
 )
 from kvbus.router.stored_responses import StoredResponses
 from kvbus.trace import Collector, MarkName, Trace, Value
@@ -109,13 +111,15 @@ class Pairs:
         model, prompt = body.get("model"), dialect.as_prompt(body)
         tokens, session = prompt_tokens(prompt), affinity_of(prompt, request.headers.get(SESSION_HEADER))
         alone, settings = must_be_alone(body, dialect), self._settings
+        held = await self._held(request, dialect, body, session, tokens)
+        self._meters.chosen("cache" if held else "head")
 
         def choice() -> Choice:
             engines = self._fleet.serving(model)
             if pinned is not None:
                 engines = [engine for engine in engines if key_of(engine) == key_of(pinned)]
             most, loads = settings.max_in_flight, self._fleet.loads
-            return Choice(engines, loads, self._chance, session, tokens, alone, dialect.ranked, most)
+            return Choice(engines, loads, self._chance, session, tokens, alone, dialect.ranked, most, held)
 
         now = choice()
         source = now.source(None)
@@ -134,6 +138,21 @@ class Pairs:
             del self._servings[job.transfer_id]
             if self._collector is not None and job.trace is not None:
                 self._collector.end(job.transfer_id)
+
+    async def _held(
+        self, request: web.Request, dialect: Dialect, body: Body, session: str, tokens: int
+    ) -> dict[str, int]:
+        """What engines have of the prompt in their prefix caches, by their names."""
+        engines = [engine for engine in self._fleet.serving(body.get("model")) if is_usable(engine)]
+
+        async def tokenize() -> Sequence[int] | None:
+            question, sinks = tokenize_question(body, dialect), self._fleet.decoding(body.get("model"))
+            if question is None or not sinks:
+                return None
+            engine, resources = self._chance.choice(sinks), self._resources
+            return await self._fleet.tokenizing.ids(resources.session, engine, question, forwarded(request.headers))
+
+        return await self._fleet.cached.held(dialect.as_prompt(body), engines, session, tokens, tokenize)
 
     def _history_engine(self, session: str, source: Heartbeat | None, sink: Heartbeat) -> str:
         """The decode engine if it had this session's last turn, and can write into the prefill engine."""

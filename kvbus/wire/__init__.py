@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from kvbus.wire import blocks
 from kvbus.wire.blocks import BlockRuns
+from kvbus.wire.cache_messages import CachePage, CacheRequest, CacheUpdate
 from kvbus.wire.codec import KINDS, SEAL_BYTES, decode, encode, farewell_of, heard, seal_of
 from kvbus.wire.engine_messages import (
     Bye,
@@ -23,7 +24,7 @@ from kvbus.wire.engine_messages import (
     Pulse,
     Who,
 )
-from kvbus.wire.fields import MAX_TEXT_CHARS, Echoes, Pairs, Role, State, is_address
+from kvbus.wire.fields import CACHE_KEY_BYTES, MAX_CACHE_KEYS, MAX_TEXT_CHARS, Echoes, Pairs, Role, State, is_address
 from kvbus.wire.message import FIRST_ATTEMPT, HISTORY_SUFFIX, Message
 from kvbus.wire.subjects import Subjects, check_token, is_token
 from kvbus.wire.transfer_messages import (
@@ -45,13 +46,18 @@ from kvbus.wire.transfer_messages import (
 )
 
 __all__ = [
+    "CACHE_KEY_BYTES",
     "FIRST_ATTEMPT",
     "HISTORY_SUFFIX",
     "KINDS",
+    "MAX_CACHE_KEYS",
     "MAX_TEXT_CHARS",
     "SEAL_BYTES",
     "BlockRuns",
     "Bye",
+    "CachePage",
+    "CacheRequest",
+    "CacheUpdate",
     "Cancel",
     "CancelAck",
     "ClockReply",

@@ -20,7 +20,7 @@ from typing import Any, cast
 import msgpack
 
 from kvbus.errors import MessageError
-from kvbus.wire import engine_messages, transfer_messages
+from kvbus.wire import cache_messages, engine_messages, transfer_messages
 from kvbus.wire.engine_messages import Heartbeat
 from kvbus.wire.fields import MAX_BINARY_BYTES, MAX_RUNS, MAX_TEXT_CHARS
 from kvbus.wire.message import Message, checks_of
@@ -33,7 +33,7 @@ _NO_SEAL = bytes(SEAL_BYTES)
 
 KINDS: dict[str, type[Message]] = {
     cls.KIND: cls
-    for module in (transfer_messages, engine_messages)
+    for module in (transfer_messages, engine_messages, cache_messages)
     for cls in vars(module).values()
     if isinstance(cls, type) and issubclass(cls, Message) and cls.KIND
 }

@@ -19,6 +19,9 @@ class Heartbeat(Message):
     names what is not.
     ``public_key`` and ``farewell``: see :mod:`kvbus.bus.keys`.
     ``data_parallel``: other ranks share the address; ``data_parallel_rank`` tells vLLM which one is meant.
+    ``cache_block_size``: it says what is in its prefix cache, of so many tokens a block; 0: it does not.
+    ``cache_number``: of its last :class:`~kvbus.wire.cache_messages.CacheUpdate`.
+    Of ``prompt_tokens`` in requests that have ended, ``cached_tokens`` were in its prefix cache.
     ``history``: a decode engine that has it also writes what it has of a prompt into prefill engines that have it.
     """
 
@@ -44,6 +47,10 @@ class Heartbeat(Message):
     farewell: Key = b""
     step_s: float = 0.0
     history: bool = False
+    cache_block_size: int = 0
+    cache_number: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
 
     @property
     def writes(self) -> bool:

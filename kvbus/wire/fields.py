@@ -23,6 +23,8 @@ MAX_PAIRS = 64
 MAX_ECHOES = 1024
 MAX_MARKS = 1024
 MAX_KEY_BYTES = 64
+CACHE_KEY_BYTES = 8
+MAX_CACHE_KEYS = 1 << 16
 _MAX_INT = (1 << 63) - 1
 
 
@@ -57,6 +59,8 @@ Address = Annotated[str, "host:port"]
 """Of an engine's HTTP server; empty while it has none. Anything else would be part of a URL that routers call."""
 Key = Annotated[bytes, "key"]
 """A public key or a digest."""
+CacheKeys = Annotated[bytes, "cache keys"]
+"""Keys of blocks in a prefix cache, :data:`CACHE_KEY_BYTES` each."""
 Pairs = tuple[tuple[str, str], ...]
 MarkList = tuple[tuple[int, str, int, str], ...]
 """``(attempt, name, time in ns on the sender's monotonic clock, note)``: see :mod:`kvbus.trace.path`."""
@@ -92,6 +96,12 @@ def _address(name: str, value: object) -> str:
 def _key(name: str, value: object) -> bytes:
     if not isinstance(value, bytes) or len(value) > MAX_KEY_BYTES:
         raise _bad(name, value, f"at most {MAX_KEY_BYTES} bytes")
+    return value
+
+
+def _cache_keys(name: str, value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) % CACHE_KEY_BYTES or len(value) > MAX_CACHE_KEYS * CACHE_KEY_BYTES:
+        raise _bad(name, value, f"at most {MAX_CACHE_KEYS} keys of {CACHE_KEY_BYTES} bytes")
     return value
 
 
@@ -202,6 +212,7 @@ CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     bytes: _binary,
     Address: _address,
     Key: _key,
+    CacheKeys: _cache_keys,
     Role: _role,
     State: _state,
     BlockRuns: _runs,

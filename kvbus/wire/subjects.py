@@ -101,6 +101,10 @@ class Subjects:
         """What the engine's processes did for traced requests, and when."""
         return self._of(f"mark.{by}")
 
+    def caches(self, by: str = ANYBODY) -> str:
+        """What enters and leaves the engine's prefix cache."""
+        return self._of(f"cache.{by}")
+
     def bye(self, by: str) -> str:
         return self._of(f"bye.{by}")
 
@@ -125,6 +129,10 @@ class Subjects:
     def clock(self, to: str, by: str = ANYBODY) -> str:
         """Request/reply: the engine's clock."""
         return self._of(f"clock.{to}.{by}")
+
+    def whole_caches(self, to: str, by: str = ANYBODY) -> str:
+        """Request/reply: all that is in the engine's prefix cache."""
+        return self._of(f"cached.{to}.{by}")
 
     def metadata(self, to: str, rank: int | str, by: str = ANYBODY) -> str:
         """Request/reply: the NIXL agent metadata of one rank."""

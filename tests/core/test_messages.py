@@ -19,6 +19,7 @@ from kvbus.wire import (
     Role,
     State,
     TransferDone,
+    cache_messages,
     decode,
     encode,
     engine_messages,
@@ -28,6 +29,7 @@ from kvbus.wire import (
 
 REGISTRATION = Registration("t", 1, "decode-0", 7, "r", (((3, 2), (9, 1)), ()), 100, 32, "00-a-b-01")
 HEARTBEAT = Heartbeat("e", 1, 2, Role.PREFILL, State.READY, 2, "m", "h:1", 3, 4, 5, 6, (("dtype", "bf16"),))
+CACHED = {"engine": "e", "incarnation": 1, "number": 1, "check": bytes(8)}
 EXAMPLES: list[Message] = [
     REGISTRATION,
     HEARTBEAT,
@@ -42,9 +44,9 @@ def test_decode_inverts_encode(message: Message) -> None:
 
 
 def test_every_message_has_a_kind_of_its_own() -> None:
-    classes = [*vars(engine_messages).values(), *vars(transfer_messages).values()]
+    classes = [*vars(engine_messages).values(), *vars(transfer_messages).values(), *vars(cache_messages).values()]
     spoken = [cls for cls in classes if isinstance(cls, type) and issubclass(cls, Message) and cls.KIND]
-    assert len(spoken) == len(KINDS) == 27
+    assert len(spoken) == len(KINDS) == 30
     assert set(spoken) == set(KINDS.values())
 
 
@@ -80,6 +82,8 @@ def test_unknown_fields_are_ignored() -> None:
         (wire(blocks=[[[0, fields.MAX_BLOCKS], [0, 1]]]), "block runs"),
         (wire(blocks=[[]] * 65), "block runs"),
         (wire(blocks=[[[0, 1]] * (fields.MAX_RUNS + 1)]), "not msgpack"),
+        (msgpack.packb({"v": 1, "k": "cache", **CACHED, "stored": b"1234567"}), "keys of 8 bytes"),
+        (msgpack.packb({"v": 1, "k": "cache", **CACHED, "removed": bytes((1 << 19) + 8)}), "at most 65536 keys"),
         (msgpack.packb({"v": 1, "k": "hb", **dataclasses.asdict(HEARTBEAT), "role": "king"}), "one of prefill"),
         (msgpack.packb({"v": 1, "k": "hb", **dataclasses.asdict(HEARTBEAT), "compat": [[1, 2]]}), "compat"),
     ],

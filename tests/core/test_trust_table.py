@@ -10,7 +10,7 @@ from kvbus.wire import KINDS, Subjects
 
 TEXT = (Path(__file__).parents[2] / "docs" / "trust.md").read_text()
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| `")]
-REPLIES = {"rebind!", "drain!", "clock!", "meta!"}
+REPLIES = {"rebind!", "drain!", "clock!", "meta!", "cache!"}
 
 
 def said() -> set[str]:

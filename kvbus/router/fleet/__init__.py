@@ -1,6 +1,6 @@
 """The engines as the router sees them: which there are, what they serve, how busy they are, which one is chosen.
 
-Choosing is pure. The discovery of model names is the only I/O here.
+Choosing is pure. Engines are asked for the names of their models, and for the token ids of long texts.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ class ModelDiscovery:
         if answer is not None and answer.status == 200:
             cards = read_list(answer.body)
         if cards is not None:
-            self._names.learn(engine, (str(card["id"]) for card in cards))
+            adapters = (str(card["id"]) for card in cards if card.get("parent"))
+            self._names.learn(engine, (str(card["id"]) for card in cards), adapters)
         if cards is not None or headers is not self._headers:
             self._told_at[key] = asyncio.get_running_loop().time()
         elif answer is not None and answer.status in (401, 403):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from kvbus.bus import Node
+from kvbus.bus import Caches, Node
 from kvbus.protocol import Change, PeerLeft
+from kvbus.router.fleet.cached import CachedPrompts
 from kvbus.router.fleet.discovery import ModelDiscovery
 from kvbus.router.fleet.loads import Loads
 from kvbus.router.fleet.models import ModelNames
 from kvbus.router.fleet.policy import is_usable
+from kvbus.router.fleet.tokenizing import Tokenizing
 from kvbus.router.http import NOT_FOUND, UNAVAILABLE, Answer, RefusedError, error
 from kvbus.wire import Heartbeat, State
 
@@ -21,15 +23,18 @@ SHOWN_NAMES = 20
 class Fleet:
     """A node's membership, with what this router knows besides: the engines' names, loads and failures.
 
-    Lives in the node's event loop.
+    Lives in the node's event loop; to be made before the node is entered.
 
     Args:
         engine_key: see :class:`ModelDiscovery`.
+        tokenized: see :class:`Tokenizing`.
     """
 
-    def __init__(self, node: Node, engine_key: str = "") -> None:
+    def __init__(self, node: Node, engine_key: str = "", tokenized: Callable[[str], None] = lambda _: None) -> None:
         self._node = node
         self.names, self.loads = ModelNames(), Loads(time.monotonic)
+        self.caches, self.tokenizing = Caches(node), Tokenizing(tokenized)
+        self.cached = CachedPrompts(self.caches, self.names)
         self.discovery = ModelDiscovery(node.membership, self.names, engine_key)
 
     def on_peer(self, change: Change) -> None:

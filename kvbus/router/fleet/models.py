@@ -24,10 +24,16 @@ class ModelNames:
 
     def __init__(self) -> None:
         self._learned: dict[Key, frozenset[str]] = {}
+        self._adapters: dict[Key, frozenset[str]] = {}
 
-    def learn(self, engine: Heartbeat, names: Iterable[str]) -> None:
-        """These, and no others, are what its ``/v1/models`` lists."""
+    def learn(self, engine: Heartbeat, names: Iterable[str], adapters: Iterable[str] = ()) -> None:
+        """These, and no others, are what its ``/v1/models`` lists; ``adapters`` are those of LoRA adapters."""
         self._learned[key_of(engine)] = frozenset([*names][:MAX_NAMES])
+        self._adapters[key_of(engine)] = frozenset(adapters) & self._learned[key_of(engine)]
+
+    def is_adapter(self, name: str) -> bool:
+        """Whether some engine serves a LoRA adapter by this name."""
+        return any(name in adapters for adapters in self._adapters.values())
 
     def forget_name(self, engine: Heartbeat, name: str) -> None:
         """The engine says that it has no such model."""
@@ -37,6 +43,7 @@ class ModelNames:
     def forget(self, engine: str, incarnation: int) -> None:
         """The engine has left."""
         self._learned.pop((engine, incarnation), None)
+        self._adapters.pop((engine, incarnation), None)
 
     def of(self, engine: Heartbeat) -> frozenset[str]:
         return self._learned.get(key_of(engine), frozenset()) | {engine.model}

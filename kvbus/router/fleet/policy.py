@@ -2,14 +2,15 @@
 
 The power of two choices: the less loaded of two engines picked at random, so that several routers with the same old
 heartbeats do not all pick the same one. But if the engine that has probably kept the prompt's prefix is little busier,
-it is that one.
+it is that one. Where engines tell what they have of the prompt, those that have most of it are candidates, too, and
+what each would have to compute or to fetch is part of its load.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 
 from kvbus.protocol import differences
@@ -17,6 +18,7 @@ from kvbus.router.fleet.loads import Loads
 from kvbus.wire import Heartbeat, State
 
 DECODE_SLACK = 4.0  # requests; what a prefix kept on decode saves, the transfer of it, is little
+RICHEST = 3  # engines that are candidates since they have most of the prompt
 
 Key = tuple[str, int]
 """An engine and its incarnation."""
@@ -59,16 +61,23 @@ def choose_one(
     *,
     session: str = "",
     slack: float = 0.0,
+    saved: Callable[[Heartbeat], float] | None = None,
 ) -> Heartbeat | None:
     """One of ``engines``, None if there is none.
 
     Args:
         session: the request's affinity key, empty for none.
         slack: how much more loaded than the other choice the session's own engine may be.
+        saved: how much more loaded an engine may be since it has some of the prompt; None if nobody is known to.
     """
     if not engines:
         return None
     two = chance.sample(list(engines), min(2, len(engines)))
+    if saved is not None:
+        home = rank(session, engines)[0] if session else None
+        richest = sorted(engines, key=saved, reverse=True)[:RICHEST]
+        candidates = [*([home] if home is not None else []), *richest, *two]  # of equal ones the first
+        return min(candidates, key=lambda engine: load(engine) - saved(engine))
     lighter = min(two, key=load)
     if session:
         home = rank(session, engines)[0]
@@ -88,6 +97,7 @@ class Choice:
         alone: the decode engine must compute the prompt itself.
         ranked: a leg reaches the data parallel rank that it names. Else data parallel engines take part in no transfer,
             since nobody knows which rank would get the leg.
+        held: tokens of the prompt in the prefix caches of engines, by their names; empty if that is not known.
         most: a decode engine with so many requests of this router gets more only if there is no other.
     """
 
@@ -99,6 +109,7 @@ class Choice:
     alone: bool = False
     ranked: bool = True
     most: int = 1 << 30
+    held: Mapping[str, int] = field(default_factory=dict)
 
     def source(self, sink: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
         """A prefill engine for ``sink``; if that is None, one for which there is a decode engine."""
@@ -118,6 +129,7 @@ class Choice:
             self.chance,
             session=self.session,
             slack=float(self.tokens),
+            saved=self._tokens_held if self._tells(fitting) else None,
         )
 
     def sink(self, source: Heartbeat | None, without: Collection[Key] = ()) -> Heartbeat | None:
@@ -125,8 +137,23 @@ class Choice:
         fitting = [engine for engine in self._sinks(without) if source is None or self._fit(source, engine)]
         roomy = [engine for engine in fitting if self.loads.own(engine) < self.most] or fitting
         return choose_one(
-            self.loads.preferred(roomy), self.loads.decode, self.chance, session=self.session, slack=DECODE_SLACK
+            self.loads.preferred(roomy),
+            self.loads.decode,
+            self.chance,
+            session=self.session,
+            slack=DECODE_SLACK,
+            saved=self._transfer_saved if self._tells(roomy) else None,
         )
+
+    def _tells(self, engines: Sequence[Heartbeat]) -> bool:
+        """Whether any of them is known to have some of the prompt."""
+        return any(engine.engine in self.held for engine in engines)
+
+    def _tokens_held(self, engine: Heartbeat) -> float:
+        return float(self.held.get(engine.engine, 0))
+
+    def _transfer_saved(self, engine: Heartbeat) -> float:
+        return DECODE_SLACK * min(1.0, self._tokens_held(engine) / max(self.tokens, 1))
 
     def _sinks(self, without: Collection[Key]) -> list[Heartbeat]:
         return [engine for engine in self.engines if engine.role.decodes and self._is_eligible(engine, without)]

@@ -5,7 +5,17 @@ A pure state machine, :class:`Failover`, decides; :class:`Serving` does what it 
 
 from __future__ import annotations
 
-from kvbus.router.request.apis import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES, Body, Dialect, must_be_alone
+from kvbus.router.request.apis import (
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    Body,
+    Dialect,
+    must_be_alone,
+    tokenize_question,
+)
 from kvbus.router.request.failover import Failover
 from kvbus.router.request.job import Job, Resources
 from kvbus.router.request.leg_bodies import new_transfer_id
@@ -30,4 +40,5 @@ __all__ = [
     "Serving",
     "must_be_alone",
     "new_transfer_id",
+    "tokenize_question",
 ]

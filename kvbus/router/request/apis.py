@@ -5,6 +5,7 @@ vLLM's request takes ``kv_transfer_params`` in each of them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,30 @@ CHAT = Dialect("messages", ("max_tokens", "max_completion_tokens"))
 RESPONSES = Dialect("input", ("max_output_tokens",), named_events=True, ranked=False, never=("store", "background"))
 MESSAGES = Dialect("messages", named_events=True)
 GENERATE = Dialect("token_ids", parameters="sampling_params")
+
+_MAX_ASKED_BYTES = 1 << 20
+_NO_TEXT = (b'_url"', b'"input_audio"', b'"image', b'"video', b'"audio')
+_ASKED = (
+    "add_special_tokens",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
+
+
+def tokenize_question(body: Mapping[str, Any], dialect: Dialect) -> Body | None:
+    """The body with which vLLM's ``/tokenize`` finds the token ids of this request's prompt; None if it cannot, or
+    would have to fetch pictures or sounds for it."""
+    name = {COMPLETIONS: "prompt", CHAT: "messages"}.get(dialect, "")
+    prompt = body.get(name)
+    text = bytes(prompt.raw[:_MAX_ASKED_BYTES]) if isinstance(prompt, Raw) else json.dumps(prompt).encode()
+    if len(text) >= _MAX_ASKED_BYTES or any(word in text for word in _NO_TEXT):
+        return None
+    if dialect is COMPLETIONS and text[:1] != b'"':
+        return None
+    return {each: body[each] for each in ("model", name, *_ASKED) if each in body} if name in body else None
 
 
 def must_be_alone(body: Mapping[str, Any], dialect: Dialect) -> bool:
