@@ -115,7 +115,8 @@ class FakeApi:
 
 
 def _fixed(heartbeat: Heartbeat) -> object:
-    return heartbeat.compat, heartbeat.address, heartbeat.data_parallel, heartbeat.data_parallel_rank
+    about = heartbeat.compat, heartbeat.address, heartbeat.data_parallel, heartbeat.data_parallel_rank
+    return about, heartbeat.cache_block_size
 
 
 class Front:
