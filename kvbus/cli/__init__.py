@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from kvbus import __version__
-from kvbus.cli import cluster, engines, live, measure, router, simulate, traces
+from kvbus.cli import caches, cluster, engines, live, measure, router, simulate, traces
 
 app = typer.Typer(
     help="kvbus: push-based KV-cache transfer between vLLM's prefill and decode engines, coordinated over NATS.",
@@ -48,3 +48,4 @@ app.command()(traces.collect)
 app.command()(live.tap)
 app.command()(live.top)
 app.command()(live.pending)
+app.command()(caches.cache)

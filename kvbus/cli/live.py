@@ -75,7 +75,7 @@ def tap(
             typer.echo(lines.line(clock, subject.removeprefix(prefix), said))
 
     bus = NatsBus(config.servers, "kvbus-tap")
-    run(watch.tap(bus, subjects, selection, where=_shown(config), limit=limit, show=show, say=_plain))
+    run(watch.tap(bus, subjects, selection, where=shown(config), limit=limit, show=show, say=_plain))
 
 
 @any_terminal
@@ -106,7 +106,7 @@ def top(
     from kvbus.wire import Subjects
 
     config = Config(nats_url=nats_url, namespace=namespace)
-    where, console, once = _shown(config), Console(highlight=False), once or json_output
+    where, console, once = shown(config), Console(highlight=False), once or json_output
     bus, subjects = NatsBus(config.servers, "kvbus-top"), Subjects(config.namespace)
 
     def draw_with(draw: Callable[[TopView], object]) -> None:
@@ -163,7 +163,7 @@ def pending(
             watch.pending(
                 bus,
                 subjects,
-                where=_shown(config),
+                where=shown(config),
                 listen_s=listen_s,
                 progress=lambda passed: bar.update(task, completed=passed),
             )
@@ -181,7 +181,8 @@ def pending(
         raise NobodyError(nobody)
 
 
-def _shown(config: Config) -> str:
+def shown(config: Config) -> str:
+    """The NATS servers, for people."""
     from kvbus.bus import without_credentials
 
     return ", ".join(without_credentials(server) for server in config.servers)

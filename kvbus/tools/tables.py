@@ -10,6 +10,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from kvbus.tools.caches import CacheRow
 from kvbus.tools.lines import printable
 from kvbus.tools.pending import PendingRow
 from kvbus.tools.traffic import MIB, WINDOW_S, EngineRow, Snapshot, WaitRow
@@ -89,6 +90,25 @@ def pending_table(rows: Iterable[PendingRow]) -> RenderableType:
     return table
 
 
+def cache_table(rows: Iterable[CacheRow], prompt_tokens: int | None) -> RenderableType:
+    """Who has how much, and how much of a prompt of so many tokens."""
+    table = _table()
+    table.add_column("engine", overflow="fold")
+    table.add_column("role", no_wrap=True)
+    table.add_column("blocks cached", justify="right", no_wrap=True)
+    table.add_column("of", justify="right", no_wrap=True)
+    if prompt_tokens is not None:
+        table.add_column(f"of the prompt's {prompt_tokens:,} tokens", justify="right")
+    for row in rows:
+        told = "-" if row.blocks is None else f"{row.blocks:,}"
+        cells: list[RenderableType] = [Text(_clean(row.engine)), row.role, told, f"{row.total_blocks:,}"]
+        if prompt_tokens is not None:
+            share = f" ({row.tokens / max(1, prompt_tokens):.0%})" if row.tokens is not None else ""
+            cells.append("-" if row.tokens is None else f"{row.tokens:,}{share}")
+        table.add_row(*cells)
+    return table
+
+
 def shorten(text: str, width: int) -> str:
     """Leave out the middle: names differ in their ends as often as in their beginnings."""
     if len(text) <= width:
@@ -115,6 +135,7 @@ _WIDE: tuple[_Column, ...] = (
     ("requests", 8, "right"),
     ("queued tokens", 13, "right"),
     ("KV used, free/total", 26, "left"),
+    ("cached", 6, "right"),
     ("heartbeat", 9, "right"),
     ("transfers/s", 11, "right"),
     ("MiB/s", 8, "right"),
@@ -163,6 +184,7 @@ def _cells(row: EngineRow, wide: bool) -> list[Text]:
         Text(_count(row.requests, 8 if wide else 5)),
         Text(_count(row.queued_tokens, 13 if wide else 6)),
         _kv(row.free_blocks, row.total_blocks, wide),
+        *([Text("-" if row.hit_rate is None else f"{row.hit_rate:.0%}")] if wide else []),
         Text(f"{_figure(row.heartbeat_age_s, 10)} s", style="yellow" if late else ""),
         Text(_figure(row.transfers_per_s)),
         Text(_figure(row.mib_per_s)),

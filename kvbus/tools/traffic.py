@@ -25,7 +25,11 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class EngineRow:
-    """An engine. Rates are of what it wrote into others; ``failures`` are its prefills and transfers that failed."""
+    """An engine. Rates are of what it wrote into others; ``failures`` are its prefills and transfers that failed.
+
+    ``hit_rate``: which share of the prompts was in its prefix cache, of the requests that have ended since it started;
+    None if none has.
+    """
 
     engine: str
     role: str
@@ -39,6 +43,7 @@ class EngineRow:
     transfers_per_s: float
     mib_per_s: float
     failures: int
+    hit_rate: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +197,7 @@ class Traffic:
             transfers_per_s=transfers_per_s,
             mib_per_s=mib_per_s,
             failures=self._failures.get(beat.engine, 0),
+            hit_rate=min(1.0, beat.cached_tokens / beat.prompt_tokens) if beat.prompt_tokens else None,
         )
 
     def _waits(self) -> tuple[WaitRow, ...]:

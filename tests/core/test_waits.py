@@ -11,6 +11,7 @@ from kvbus.config import Config
 from kvbus.protocol import term_s
 from kvbus.protocol.decode import Registrar
 from kvbus.protocol.prefill import Matcher
+from kvbus.router.fleet.tokenizing import Tokenizing
 from kvbus.router.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "waits.md"
@@ -35,6 +36,7 @@ def test_the_page_says_what_the_code_does() -> None:
     assert bound_of("--first-token-s") == settings.first_token_s
     assert bound_of("--answer-s") == settings.answer_s
     assert bound_of("the router; at most") == settings.takeover_s
+    assert bound_of("Tokenizing(answer_s)") == default(Tokenizing, "answer_s")
     assert bound_of("Registrar(patience_s)") == default(Registrar, "patience_s")
     assert bound_of("Registrar(cancel_timeout_s)") == default(Registrar, "cancel_timeout_s")
     assert bound_of("Matcher(registration_hold_s)") == default(Matcher, "registration_hold_s")

@@ -120,7 +120,7 @@ async def test_whatever_goes_wrong_the_head_decides(fault: str, monkeypatch: pyt
         for name in ENGINES:
             match fault:
                 case "slow":
-                    monkeypatch.setattr(tokenizing, "ANSWER_S", 0.0)
+                    front[name].hold.clear()
                 case "refused":
                     front[name].headers = []
                     front[name].body = b'{"tokens": null}'
@@ -128,7 +128,12 @@ async def test_whatever_goes_wrong_the_head_decides(fault: str, monkeypatch: pyt
                     front[name].body = b"{"
                 case _:
                     monkeypatch.setattr(tokenizing, "MAX_PROMPT_TOKENS", 10)
-        for number in range(3):
+        asking = front.ask("/v1/completions", prompt=f"first {TEXT}")
+        await eventually(lambda: any(path != "/tokenize" for path, *_ in front["P"].requests + front["Q"].requests))
+        for name in ENGINES:
+            front[name].hold.set()
+        assert (await asking).status == 200
+        for number in range(2):
             await chosen(front, prompt=f"{number} {TEXT}")
         assert await front.metric('kvbus_router_choices_total{by="head"}') == 3
         assert await front.metric('kvbus_router_tokenize_total{outcome="failed"}') == 1, "then there is a pause"

@@ -1,6 +1,6 @@
 """Asks an engine for the token ids of a prompt that came as text (``POST /tokenize``), and remembers them for a while.
 
-The one rule: no request waits longer than :data:`ANSWER_S` for it. After a failure nobody is asked for
+The one rule: no request waits longer than ``answer_s`` for it. After a failure nobody is asked for
 :data:`PAUSE_S`, so that an engine which is slow at it costs next to nothing. Lives in one event loop.
 """
 
@@ -31,14 +31,15 @@ class Tokenizing:
     """See the module's docstring.
 
     Args:
+        answer_s: how long a request waits for an answer, seconds.
         count: told what became of each question: asked, remembered, busy or failed.
     """
 
-    def __init__(self, count: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, count: Callable[[str], None] = lambda _: None, *, answer_s: float = ANSWER_S) -> None:
         self._known: dict[bytes, array[int]] = {}
         self._tokens = self._asking = 0
         self._paused_until = float("-inf")
-        self._told = count
+        self._told, self._answer_s = count, answer_s
 
     async def ids(
         self, session: aiohttp.ClientSession, engine: Heartbeat, question: Mapping[str, Any], headers: Mapping[str, str]
@@ -52,7 +53,7 @@ class Tokenizing:
             return self._count("busy", None)
         self._asking += 1
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(self._answer_s):
                 answer = await upstream.post(session, engine, "/tokenize", question, headers)
             ids = _read(answer.body) if answer.status == 200 else None
         except upstream.LOST:
