@@ -95,13 +95,13 @@ def cache_table(rows: Iterable[CacheRow], prompt_tokens: int | None) -> Renderab
     table = _table()
     table.add_column("engine", overflow="fold")
     table.add_column("role", no_wrap=True)
-    table.add_column("blocks cached", justify="right", no_wrap=True)
-    table.add_column("of", justify="right", no_wrap=True)
+    table.add_column("blocks", justify="right", no_wrap=True)
+    table.add_column("cached", justify="right", no_wrap=True)
     if prompt_tokens is not None:
-        table.add_column(f"of the prompt's {prompt_tokens:,} tokens", justify="right")
+        table.add_column(f"of the {prompt_tokens:,} tokens", justify="right")
     for row in rows:
         told = "-" if row.blocks is None else f"{row.blocks:,}"
-        cells: list[RenderableType] = [Text(_clean(row.engine)), row.role, told, f"{row.total_blocks:,}"]
+        cells: list[RenderableType] = [Text(_clean(row.engine)), row.role, f"{row.total_blocks:,}", told]
         if prompt_tokens is not None:
             share = f" ({row.tokens / max(1, prompt_tokens):.0%})" if row.tokens is not None else ""
             cells.append("-" if row.tokens is None else f"{row.tokens:,}{share}")
