@@ -39,6 +39,7 @@ class Outgoing:
         self._prefilling: dict[str, _Prefill] = {}
         self._held: set[str] = set()
         self._said: list[PrefillProgress | PrefillCompleted | PrefillFailed] = []
+        self._withdrawn: list[Release] = []
         self._number = 0
 
     @property
@@ -131,10 +132,10 @@ class Outgoing:
         self._say(PrefillFailed(**about, reason="nothing is cached"))
 
     def withdraw(self, name: str) -> None:
-        """Let the ranks drop the history ``name``, unless they are writing it."""
+        """Let the ranks drop the history ``name``, unless they are writing it. Not over the bus, which may be away."""
         me = self._own
         word = Release(name, FIRST_ATTEMPT, me.engine, me.engine, me.incarnation, "nobody waits for it")
-        self._node.publish(self._node.subjects.releases(me.engine, me.engine), word)
+        self._withdrawn.append(word)
 
     def plan(self, plan: StepPlan, scheduled_tokens: Mapping[str, int]) -> None:
         """Tell the bus how far the prefills are, and put into ``plan`` what has ended."""
@@ -151,6 +152,7 @@ class Outgoing:
                 about = self._about(prefill.name, request_id)
                 self._say(PrefillProgress(**about, computed=computed, total=request.num_prompt_tokens))
         plan.prefills, self._said = self._said, []
+        plan.withdraw, self._withdrawn = self._withdrawn, []
         plan.told = self._number
 
     def _say(self, message: PrefillProgress | PrefillCompleted | PrefillFailed) -> None:

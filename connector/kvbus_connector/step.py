@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbus.trace import Traced
-from kvbus.wire import PrefillCompleted, PrefillFailed, PrefillProgress
+from kvbus.wire import PrefillCompleted, PrefillFailed, PrefillProgress, Release
 
 
 @dataclass(slots=True)
@@ -16,6 +16,7 @@ class StepPlan:
         expect: receives registered since the last step, with their attempt.
         traced: those of them that are.
         abandon: receives given up since the last step.
+        withdraw: histories that nobody waits for any more.
         prefills: what was said of prefills since the last step, in order.
         told: the number of the last word of prefills that was ever said.
         public_key: of this engine; a rank with another one was started with another secret.
@@ -24,6 +25,7 @@ class StepPlan:
     expect: dict[str, int] = field(default_factory=dict)
     traced: dict[str, Traced] = field(default_factory=dict)
     abandon: list[str] = field(default_factory=list)
+    withdraw: list[Release] = field(default_factory=list)
     prefills: list[PrefillProgress | PrefillCompleted | PrefillFailed] = field(default_factory=list)
     told: int = 0
     public_key: bytes = b""
@@ -34,4 +36,4 @@ class StepPlan:
         return [word for word in self.prefills if isinstance(word, PrefillCompleted)]
 
     def __bool__(self) -> bool:
-        return bool(self.expect or self.abandon or self.prefills)
+        return bool(self.expect or self.abandon or self.withdraw or self.prefills)

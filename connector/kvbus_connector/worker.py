@@ -18,7 +18,7 @@ from kvbus.engine import Abandon, Expect, Item, Rank, RankNode, RankReport, Told
 from kvbus.errors import ConfigError
 from kvbus.metrics import Counters
 from kvbus.protocol import Membership, term_s
-from kvbus.protocol.prefill import Drain, Matcher
+from kvbus.protocol.prefill import Drain, Matcher, Released
 from kvbus.trace import Marker
 from kvbus.wire import Heartbeat, Subjects
 
@@ -139,6 +139,8 @@ class WorkerHalf:
             self._writer.submit(prefill)
         if plan.prefills:
             self._writer.submit(Told(plan.told))
+        for withdrawn in plan.withdraw:
+            self._writer.submit(Released(withdrawn))
         for request_id in plan.abandon:
             self._writer.submit(Abandon(request_id))
 

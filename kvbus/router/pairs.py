@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 from aiohttp import web
@@ -128,7 +128,7 @@ class Pairs:
             raise RefusedError(self._fleet.no_decode_engine(model))
         if source is None and not alone:
             self._note_alone(model)
-        history_engine = self._history_engine(session, source, sink)
+        history_engine = self._history_engine(session, source, sink, held)
         job = self._job(request, dialect, body, tokens, arrived_at, history_engine)
         failover = Failover(source, sink, settings.max_takeovers, settings.takeover_s)
         serving = self._servings[job.transfer_id] = Serving(job, failover, choice, self._resources)
@@ -154,12 +154,17 @@ class Pairs:
 
         return await self._fleet.cached.held(dialect.as_prompt(body), engines, session, tokens, tokenize)
 
-    def _history_engine(self, session: str, source: Heartbeat | None, sink: Heartbeat) -> str:
-        """The decode engine if it had this session's last turn, and can write into the prefill engine."""
-        if source is None or not session or not sink.may_write_into(source):
+    def _history_engine(self, session: str, source: Heartbeat | None, sink: Heartbeat, held: Mapping[str, int]) -> str:
+        """The decode engine if it can write into the prefill engine what that lacks of the prompt: by what they have
+        told of their caches, else if it had this session's last turn."""
+        if source is None or not sink.may_write_into(source):
             return ""
         last, self._last_sinks[session] = self._last_sinks.get(session), key_of(sink)
-        return sink.engine if last == key_of(sink) else ""
+        if held:
+            has_more = held.get(sink.engine, 0) > held.get(source.engine, 0)
+        else:
+            has_more = bool(session) and last == key_of(sink)
+        return sink.engine if has_more else ""
 
     def _job(
         self,

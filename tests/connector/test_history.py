@@ -212,6 +212,18 @@ def test_a_history_that_is_withdrawn_or_does_not_come_is_computed_soon(pair: tup
     assert prefill.scheduler.node.counters["history: lost"] == 1
 
 
+def test_a_history_is_withdrawn_also_while_the_bus_is_away(pair: tuple[FakeEngine, FakeEngine]) -> None:
+    prefill, decode = pair
+    p_leg, d_leg = turn()
+    prefill.arrive(p_leg)
+    allocate(decode, d_leg)
+    assert offered(prefill, decode, p_leg) == HISTORY
+    decode.die()
+    decode.scheduler.finished(d_leg, [D_BLOCKS], prefilled=False)
+    eventually_sync(lambda: received(decode, decode, d_leg), 20)
+    assert decode.received[d_leg.request_id] is False
+
+
 class Said:
     """In the place of :class:`Outgoing`: what decode says of its history."""
 
