@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import signal
 import time
@@ -15,9 +16,11 @@ from support.ears import listening
 from support.engines import ARGUMENTS, TRANSFER_ALL, complete, metrics, prompt, prompt_tokens, say
 from support.waiting import eventually
 
+from kvbus.bus import NatsBus
 from kvbus.local import Cluster
 from kvbus.local.load import plain_stream, run_load
-from kvbus.wire import Message, Registration
+from kvbus.tools.caches import CacheRow, cache
+from kvbus.wire import Message, Registration, Subjects
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -37,7 +40,7 @@ def wide(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clus
         decode=2,
         arguments=ARGUMENTS,
         prefill_arguments=["--num-gpu-blocks-override", str(SMALL)],
-        extra={"history": True, **TRANSFER_ALL},
+        extra={"cache_events": True, **TRANSFER_ALL},
         say=say,
     ) as running:
         yield running
@@ -121,6 +124,24 @@ async def talk(wide: Cluster, reference: str, seed: int, *, cut: int = 0) -> lis
     await asyncio.gather(*(session(number) for number in range(SESSIONS)))
     assert len(broken) <= cut, broken
     return first_tokens
+
+
+async def test_a_router_that_never_saw_a_conversation_finds_it_by_the_caches(wide: Cluster) -> None:
+    """Each was served by two engines, past the router, which has not heard of it."""
+    for number, (prefill, decode) in enumerate(itertools.product(("prefill-1", "prefill-0"), ("decode-0", "decode-1"))):
+        ids = prompt(900, seed=70 + number)
+        ids = [*ids, *await by_hand(wide, prefill, decode, ids)]
+        async with asyncio.timeout(30):
+            while not {prefill, decode} <= {each.engine for each in await holders(wide, ids)}:
+                await asyncio.sleep(0.2)
+        got = await complete(wide.url, [*ids, *prompt(NEW, seed=80)], ANSWER)
+        assert (got.headers["X-KVBus-Prefill"], got.headers["X-KVBus-Decode"]) == (prefill, decode)
+
+
+async def holders(wide: Cluster, ids: list[int]) -> list[CacheRow]:
+    """The engines that have nearly all of a prompt, as ``kvbus cache`` shows it."""
+    view = await cache(NatsBus([wide.nats_url], "cache"), Subjects("default"), where=wide.nats_url, prompt=ids)
+    return [each for each in view.engines if (each.tokens or 0) > len(ids) - 100]
 
 
 async def test_another_salt_gets_nothing(wide: Cluster, reference: str) -> None:
