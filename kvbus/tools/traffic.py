@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvbus.bounded import BoundedDict
 from kvbus.protocol import MAX_PEERS, Membership, PeerLeft
-from kvbus.wire import Bye, Heartbeat, Message, PrefillFailed, TransferDone, TransferFailed
+from kvbus.wire import HISTORY_SUFFIX, Bye, Heartbeat, Message, PrefillFailed, TransferDone, TransferFailed
 
 RATE_WINDOW_S = 10
 WINDOW_S = 60.0
@@ -122,7 +122,7 @@ class Traffic:
             case TransferFailed(transfer_id, source, incarnation, attempt):
                 if self._is_new(("failed", transfer_id, source, incarnation, attempt)):  # for whichever of its ranks
                     self._fail(source)
-            case PrefillFailed(transfer_id, source, incarnation):
+            case PrefillFailed(transfer_id, source, incarnation) if not transfer_id.endswith(HISTORY_SUFFIX):
                 if self._is_new(("prefill", transfer_id, source, incarnation)):
                     self._fail(source)
             case _:

@@ -16,6 +16,7 @@ from kvbus.tools.listen import BusMessage
 from kvbus.tools.pending import PendingTable, Stage
 from kvbus.tools.traffic import GONE_AFTER_S, MIB, RATE_WINDOW_S, WINDOW_S, Traffic, quantile
 from kvbus.wire import (
+    HISTORY_SUFFIX,
     KINDS,
     Bye,
     Cancel,
@@ -74,6 +75,11 @@ class TestTraffic:
             traffic.hear(message, 1.0)
         got = traffic.snapshot(1.0)
         assert (got.transfers, got.failures) == (1, 2)
+
+    def test_to_have_no_history_is_no_failure(self) -> None:
+        traffic = Traffic(0.0)
+        traffic.hear(PrefillFailed("t" + HISTORY_SUFFIX, "D", 5, "d1", "nothing is cached"), 1.0)
+        assert traffic.snapshot(1.0).failures == 0
 
     def test_waits_are_by_late_side_and_of_the_last_minute(self) -> None:
         traffic = Traffic(0.0)
