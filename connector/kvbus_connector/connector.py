@@ -152,7 +152,9 @@ class KVBusConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             connector_output.finished_sending,
         )
         received, failed, sent = (each if each is not None else set() for each in reported)
-        self._scheduling.admit(received, failed, sent)  # in place: vLLM looks at them next
+        self._scheduling.admit(received, failed, sent)
+        # vLLM looks at these next, and not at what was None before; failed_recving it has looked at already.
+        connector_output.finished_recving, connector_output.finished_sending = received, sent
         self._scheduling.step_done(received, failed, sent)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

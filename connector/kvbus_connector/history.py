@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from kvbus.bounded import BoundedDict
 from kvbus.engine import OfPrefill, SinkScheduler
 from kvbus.errors import PayloadTooLargeError
 from kvbus.metrics import Counters
@@ -39,8 +40,10 @@ from kvbus.wire import blocks as block_runs
 
 from .history_worth import PrefillSpeed, Worth
 from .identity import digest_of, name_transfer, traceparent_of
+from .steps import Steps
 
 MIN_WAIT_S, MAX_WAIT_S = 0.005, 0.05  # for an offer
+MAX_OFFERS = 1 << 14
 MIN_RECEIVE_S, MAX_RECEIVE_S = 0.1, 10.0
 
 
@@ -102,11 +105,13 @@ class HistoryTaker:
         marking: Marking,
         block_size: int,
         speed: PrefillSpeed,
+        steps: Steps,
     ) -> None:
         self._own, self._sink, self._counters, self._marking = own, sink, counters, marking
-        self._block_size, self._speed, self._worth = block_size, speed, Worth(speed)
+        self._block_size, self._speed, self._worth, self._steps = block_size, speed, Worth(speed), steps
+        self._unsaid: list[tuple[int, _Taken, Registration]] = []
         self._requests: dict[str, _Taken] = {}
-        self._offers: dict[str, int] = {}
+        self._offers: BoundedDict[str, int] = BoundedDict(MAX_OFFERS)
         self._expect: dict[str, int] = {}
         self._abandon: list[str] = []
 
@@ -121,6 +126,8 @@ class HistoryTaker:
         source = params.get("history_engine_id") if params and params.get("do_remote_decode") else None
         if not self._own.history or not isinstance(source, str) or not is_token(source):
             return
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return  # vLLM takes nothing from outside for it, whatever it is told
         taken = _Taken(request, history_name(request), source)
         if not is_of_tokens(request):
             self._marking.mark(taken.traced, MarkName.HISTORY_NOT_ASKED, note="its prompt is not of tokens only")
@@ -188,6 +195,9 @@ class HistoryTaker:
         taken = self._requests.get(request.request_id)
         if taken is None or taken.stage is not Stage.OFFERED:
             return
+        if external_tokens <= 0:
+            self._decline(taken, "nothing is missing")
+            return
         count = external_tokens // self._block_size
         registration = Registration(
             **taken.about(self._own),
@@ -202,14 +212,17 @@ class HistoryTaker:
         if taken.blocked:
             self._marking.mark(taken.traced, MarkName.HISTORY_REGISTERING)
         self._expect[request.request_id] = FIRST_ATTEMPT
-        try:
-            self._sink.register(registration, taken.source)
-        except PayloadTooLargeError as error:
-            self.give_up(request.request_id, str(error))
+        self._unsaid.append((self._steps.next, taken, registration))
 
     def plan(self) -> tuple[dict[str, int], list[str]]:
         """What the ranks must know: receives that are expected, and those that are given up."""
         now = time.monotonic()
+        unsaid, self._unsaid = self._unsaid, []
+        for step, taken, registration in unsaid:
+            if not self._steps.have_ended(step):
+                self._unsaid.append((step, taken, registration))
+            elif self.awaits(taken.request.request_id):
+                self._register(taken, registration)
         for taken in self._requests.values():
             if taken.stage is Stage.RECEIVING and now >= taken.until:
                 taken.until = math.inf
@@ -217,6 +230,17 @@ class HistoryTaker:
         expect, self._expect = self._expect, {}
         abandon, self._abandon = self._abandon, []
         return expect, abandon
+
+    @property
+    def hurries(self) -> bool:
+        """Whether the next step must come soon."""
+        return bool(self._unsaid)
+
+    def _register(self, taken: _Taken, registration: Registration) -> None:
+        try:
+            self._sink.register(registration, taken.source)
+        except PayloadTooLargeError as error:
+            self.give_up(taken.request.request_id, str(error))
 
     def give_up(self, request_id: str, reason: str) -> None:
         """Nothing is written for this request any more."""

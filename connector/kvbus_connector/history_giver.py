@@ -14,10 +14,9 @@ from kvbus.wire import Heartbeat
 
 from .history import history_name, is_of_tokens
 from .outgoing import Outgoing
+from .steps import Steps
 
 WITHDRAW_AGAIN_S = 0.2
-# With asynchronous scheduling vLLM plans a step while the one before runs, and never more.
-STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +40,8 @@ class HistoryGiver:
     takes the blocks without asking.
     """
 
-    def __init__(self, own: Heartbeat, outgoing: Outgoing, block_size: int) -> None:
-        self._own, self._outgoing, self._block_size = own, outgoing, block_size
-        self._step, self._last_busy = 0, -STEPS_IN_FLIGHT
+    def __init__(self, own: Heartbeat, outgoing: Outgoing, block_size: int, steps: Steps) -> None:
+        self._own, self._outgoing, self._block_size, self._steps = own, outgoing, block_size, steps
         self._new: list[_Offer] = []
         self._given: dict[str, str] = {}  # request id -> the id of its history's transfer
         self._held_back: dict[str, bool] = {}  # request id -> whether its receive has failed
@@ -60,16 +58,13 @@ class HistoryGiver:
             return
         self._given[request.request_id] = name
         self._outgoing.announce_history(request, name, cached_tokens)
-        self._new.append(_Offer(request, name, list(block_ids[0])[:count], cached_tokens, self._step + 1))
+        self._new.append(_Offer(request, name, list(block_ids[0])[:count], cached_tokens, self._steps.next))
 
-    def plan(self, busy: bool) -> bool:
-        """vLLM has planned a step; ``busy``: it computes something. Returns whether the next one must come soon."""
-        self._step += 1
-        if busy:
-            self._last_busy = self._step
+    def plan(self) -> bool:
+        """vLLM has planned a step. Returns whether the next one must come soon."""
         waiting = []
         for offer in self._new:
-            if min(offer.computed_in, self._last_busy) > self._step - STEPS_IN_FLIGHT:
+            if not self._steps.have_ended(offer.computed_in):
                 waiting.append(offer)
             else:
                 self._outgoing.offer_history(offer.request, offer.name, [offer.blocks], offer.tokens)
@@ -92,6 +87,7 @@ class HistoryGiver:
             sent.discard(request_id)  # vLLM has not been told of it
         for request_id in received & self._given.keys():
             self._held_back[request_id] = request_id in failed
+            self._withdraw_at = 0.0
             received.discard(request_id)
             failed.discard(request_id)
         for request_id in self._held_back.keys() - self._given.keys():

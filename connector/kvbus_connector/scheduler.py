@@ -33,6 +33,7 @@ from .hits import Hits
 from .incoming import Incoming
 from .outgoing import Outgoing
 from .step import StepPlan
+from .steps import Steps
 from .timing import RegistrationTiming
 
 logger = logging.getLogger(__name__)
@@ -92,8 +93,10 @@ class SchedulerHalf:
         )
         self._outgoing = Outgoing(own, rules, self.node, marking)
         self._speed = PrefillSpeed()
-        self._giver = HistoryGiver(own, self._outgoing, self._block_size)
-        self._taker = HistoryTaker(own, self._sink, self.node.counters, marking, self._block_size, self._speed)
+        self._steps = Steps()
+        self._giver = HistoryGiver(own, self._outgoing, self._block_size, self._steps)
+        about = (self.node.counters, marking, self._block_size, self._speed, self._steps)
+        self._taker = HistoryTaker(own, self._sink, *about)
         self._hits = Hits()
         self._cache = CacheEvents(self.node, own, cache_group) if own.cache_block_size else None
         self._sink.watch_prefills(self._incoming.prefill_moved)
@@ -188,6 +191,7 @@ class SchedulerHalf:
         """What the worker half must know in this step; ``scheduled_tokens`` of each request that runs in it."""
         self._looked_at = time.monotonic()
         self._speed.begin_step(sum(scheduled_tokens.values()), self._looked_at)
+        self._steps.plan(bool(scheduled_tokens))
         plan = StepPlan(public_key=self._own.public_key)
         for given_up in self._sink.poll():
             self._incoming.give_up(given_up.request_id, given_up.reason)
@@ -196,7 +200,7 @@ class SchedulerHalf:
         expect, abandon = self._taker.plan()
         plan.expect.update(expect)
         plan.abandon += abandon
-        hurry = self._giver.plan(bool(scheduled_tokens))
+        hurry = self._giver.plan() or self._taker.hurries
         self._outgoing.plan(plan, scheduled_tokens)
         if not scheduled_tokens and not plan and not hurry and (self._incoming.waiting or self._taker.waiting):
             # Nothing to run and nothing to say: vLLM would step a thousand times a second for as long as a prefill

@@ -13,6 +13,7 @@ from kvbus.protocol import AskCache, CacheIndex, Change, EngineLeft, PeerLeft
 from kvbus.wire import CachePage, CacheRequest, CacheUpdate, Heartbeat
 
 ANSWER_S = 1.0
+MAX_PAGES = 1 << 10  # an engine may begin anew in between, but not for ever
 
 
 class Caches:
@@ -38,7 +39,9 @@ class Caches:
     async def _ask(self, question: AskCache) -> None:
         """Until all pages are there; if one does not come, the index asks again at a later heartbeat."""
         asked = [question]
-        while asked:
+        for _ in range(MAX_PAGES):
+            if not asked:
+                return
             [question] = asked
             subject = self._node.subjects.whole_caches(question.engine, self._node.me)
             request = CacheRequest(self._node.me, question.number, question.offset)

@@ -78,6 +78,7 @@ class RankNode:
             words = (PrefillProgress, PrefillCompleted, PrefillFailed)
             node.listen(subjects.prefill(me), words, lambda word: submit(Overheard(word)))
             # These need no seal: a lie lets nothing be written, and costs a transfer at most.
+        if own.role.prefills:
             node.listen(subjects.pool(), (Registration, Wanted), self._submit_pooled, sealed=False)
             node.listen(subjects.cancels_pool(), Cancel, lambda cancel: submit(PooledCancel(cancel)), sealed=False)
             node.listen(subjects.releases(me), Release, lambda word: submit(Released(word)))

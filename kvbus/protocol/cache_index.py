@@ -19,7 +19,8 @@ from kvbus.wire import CachePage, CacheUpdate, Heartbeat
 
 MAX_BLOCKS = 1 << 22
 """Of all engines together; each takes about 100 bytes."""
-MAX_LATER = 256
+MAX_LATER_BYTES = 1 << 23
+MIN_UPDATE_BYTES = 1 << 10
 RETRY_S, LONGEST_S = 1.0, 30.0
 CALM_S = 60.0
 
@@ -144,7 +145,7 @@ class CacheIndex:
 
     def _update(self, cache: _Cache, update: CacheUpdate, now: float) -> list[AskCache]:
         if cache.number is None:
-            if len(cache.later) < MAX_LATER:
+            if sum(map(_size, cache.later)) + _size(update) <= MAX_LATER_BYTES:
                 cache.later.append(update)
             return self._ask(cache, now)
         if update.number <= cache.number:
@@ -161,6 +162,7 @@ class CacheIndex:
         new = set(unpack(update.stored)) - keys
         if len(keys) - len(gone) + len(new) > self._room(cache):
             self.refused += 1
+            cache.keys, cache.check = set(), 0  # to believe what is old would mislead for long
             return False
         keys -= gone
         keys |= new
@@ -171,6 +173,8 @@ class CacheIndex:
     def _page(self, cache: _Cache, page: CachePage, now: float) -> list[AskCache]:
         if cache.number is not None or page.total > self._room(cache):
             self.refused += 1
+            if cache.number is None:
+                cache.keys, cache.check = set(), 0
             return []
         if page.number != cache.pages_number or page.offset == 0:
             cache.pages, cache.offset, cache.pages_number = set(), 0, page.number
@@ -211,6 +215,10 @@ class CacheIndex:
     def _room(self, cache: _Cache) -> int:
         others = sum(map(len, (each.keys for each in self._caches.values()))) - len(cache.keys)
         return min(cache.heartbeat.total_blocks, self._max_blocks - others)
+
+
+def _size(update: CacheUpdate) -> int:
+    return len(update.stored) + len(update.removed) + MIN_UPDATE_BYTES
 
 
 def _is(check: int, told: bytes) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from kvbus_connector.door import Door, RankDoor
+from kvbus_connector.history_giver import HistoryGiver
 from kvbus_connector.step import StepPlan
 from support.fake_engine import Boot, FakeEngine, legs
 from support.waiting import eventually_sync
@@ -96,6 +97,24 @@ def test_what_vllm_waits_for_goes_through(pair: tuple[FakeEngine, FakeEngine]) -
     came = KVConnectorOutput(finished_recving={d_leg.request_id})
     assert vllm_takes(decode, came, **{d_leg.request_id: RequestStatus.WAITING_FOR_REMOTE_KVS}) == []
     assert came.finished_recving == {d_leg.request_id}
+
+
+def test_vllm_hears_of_a_receive_that_was_held_back_also_in_a_step_that_reports_none(
+    pair: tuple[FakeEngine, FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM gathers its ranks' reports, and makes None of an empty one."""
+    _, decode = pair
+    _, d_leg = legs()
+    decode.allocate(d_leg, D_BLOCKS)
+    decode.step()
+
+    def admit(_: Any, received: set[str], _failed: set[str], _sent: set[str]) -> None:
+        received.add(d_leg.request_id)
+
+    monkeypatch.setattr(HistoryGiver, "admit", admit)
+    output = KVConnectorOutput(finished_sending={"a history"}, finished_recving=None)
+    assert vllm_takes(decode, output, **{d_leg.request_id: RequestStatus.WAITING_FOR_REMOTE_KVS}) == []
+    assert output.finished_recving == {d_leg.request_id}
 
 
 def test_outputs_that_are_not_there_are_no_trouble(pair: tuple[FakeEngine, FakeEngine]) -> None:

@@ -9,11 +9,12 @@ import pytest
 from kvbus_connector import history
 from kvbus_connector.history_giver import HistoryGiver
 from kvbus_connector.history_worth import TRY_AGAIN, PrefillSpeed, Worth
+from kvbus_connector.steps import Steps
 from support.fake_engine import COMPAT, Boot, FakeEngine, Request, legs
 from support.waiting import eventually_sync
 
 from kvbus.bus import MemoryBroker
-from kvbus.wire import Cancel, Heartbeat, Role, State
+from kvbus.wire import Cancel, Heartbeat, Registration, Role, State
 from kvbus.wire import decode as decode_message
 
 P_BLOCKS, D_BLOCKS = [1, 2, 3], [10, 11, 12]
@@ -95,6 +96,41 @@ def test_what_prefill_lacks_comes_from_decode_and_only_the_rest_goes_back(pair: 
     eventually_sync(lambda: prefill.has_released(p_leg.request_id))
     assert decode.planes[0].content == {12: "P:3"}
     assert prefill.scheduler.node.counters["history_tokens"] == HISTORY
+
+
+def test_prefill_registers_after_the_steps_that_may_still_write_into_its_blocks(
+    pair: tuple[FakeEngine, FakeEngine],
+) -> None:
+    """vLLM gives a new request the blocks of one that was aborted while the step that fills them runs."""
+    prefill, decode = pair
+    p_leg, d_leg = turn()
+    prefill.arrive(p_leg)
+    allocate(decode, d_leg)
+    assert offered(prefill, decode, p_leg) == HISTORY
+    said: list[Registration] = []
+    prefill.scheduler._sink.register = lambda registration, _: said.append(registration)  # type: ignore[method-assign]
+    take(prefill, p_leg)
+    prefill.step({"another": 100})
+    prefill.step()
+    assert said == []
+    prefill.step()
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_request_for_which_vllm_takes_nothing_is_not_registered(
+    pair: tuple[FakeEngine, FakeEngine], skips: bool
+) -> None:
+    """One with prompt_logprobs reads no cache: vLLM overrules the tokens that it was told of."""
+    prefill, decode = pair
+    p_leg, d_leg = turn()
+    p_leg.skip_reading_prefix_cache = skips  # type: ignore[attr-defined]
+    prefill.arrive(p_leg)
+    allocate(decode, d_leg)
+    assert offered(prefill, decode, p_leg) == (0 if skips else HISTORY)
+    prefill.scheduler.allocated(p_leg, [P_BLOCKS], 0, [P_BLOCKS])
+    assert not prefill.scheduler._awaits(p_leg.request_id)
+    assert prefill.step().expect == {}
 
 
 def test_what_prefill_has_itself_is_not_sent(pair: tuple[FakeEngine, FakeEngine]) -> None:
@@ -224,6 +260,12 @@ def test_a_history_is_withdrawn_also_while_the_bus_is_away(pair: tuple[FakeEngin
     assert decode.received[d_leg.request_id] is False
 
 
+def plan(giver: HistoryGiver, steps: Steps, *, busy: bool) -> bool:
+    """As the scheduler half does in each step."""
+    steps.plan(busy)
+    return giver.plan()
+
+
 class Said:
     """In the place of :class:`Outgoing`: what decode says of its history."""
 
@@ -245,15 +287,15 @@ class Said:
 def test_decode_does_not_start_before_its_history_is_let_go(failed: bool) -> None:
     """One that runs may be preempted, and then vLLM takes its blocks without asking."""
     said, own = Said(), Heartbeat("D", 1, 1, Role.DECODE, State.READY, 1, "m", history=True)
-    giver = HistoryGiver(own, said, 32)  # type: ignore[arg-type]
+    giver = HistoryGiver(own, said, 32, steps := Steps())  # type: ignore[arg-type]
     request = turn()[1]
     giver.offer(request, [D_BLOCKS], HISTORY)
-    giver.plan(busy=False)
+    plan(giver, steps, busy=False)
     assert said.offered == ["t~history"]
     received, lost, sent = {request.request_id, "other"}, {request.request_id} if failed else set(), {"third"}
     giver.admit(received, lost, sent)
     assert (received, lost, sent) == ({"other"}, set(), {"third"})
-    eventually_sync(lambda: giver.plan(busy=False) or len(said.withdrawn) >= 3)
+    eventually_sync(lambda: plan(giver, steps, busy=False) or len(said.withdrawn) >= 3)
     assert set(said.withdrawn) == {"t~history"}, "the prefill engine may be gone; a word may be lost, or come too early"
     received, lost, sent = set(), set(), {request.request_id}
     giver.admit(received, lost, sent)
@@ -272,13 +314,13 @@ def test_blocks_are_not_written_before_the_steps_that_may_compute_them_have_ende
         said_in: in which step after the offer's.
     """
     said, own = Said(), Heartbeat("D", 1, 1, Role.DECODE, State.READY, 1, "m", history=True)
-    giver = HistoryGiver(own, said, 32)  # type: ignore[arg-type]
+    giver = HistoryGiver(own, said, 32, counted := Steps())  # type: ignore[arg-type]
     before, _, after = steps.rpartition(" ")
     for step in before:
-        giver.plan(step == "b")
+        plan(giver, counted, busy=step == "b")
     giver.offer(turn()[1], [D_BLOCKS], HISTORY)
     for number, step in enumerate(after.ljust(4, "i")):
-        waits = giver.plan(step == "b")
+        waits = plan(giver, counted, busy=step == "b")
         assert bool(said.offered) is (number >= said_in)
         assert waits is (number < said_in)
 
@@ -286,15 +328,15 @@ def test_blocks_are_not_written_before_the_steps_that_may_compute_them_have_ende
 def test_a_history_is_offered_once_also_if_another_prefill_engine_takes_over() -> None:
     """The ranks have let it go by then, so nothing would ever end a second offer."""
     said, own = Said(), Heartbeat("D", 1, 1, Role.DECODE, State.READY, 1, "m", history=True)
-    giver = HistoryGiver(own, said, 32)  # type: ignore[arg-type]
+    giver = HistoryGiver(own, said, 32, steps := Steps())  # type: ignore[arg-type]
     request = turn()[1]
     giver.offer(request, [D_BLOCKS], HISTORY)
-    giver.plan(busy=False)
+    plan(giver, steps, busy=False)
     received, failed = {request.request_id}, {request.request_id}
     giver.admit(received, failed, {request.request_id})
     assert received == failed == {request.request_id}
     giver.offer(request, [D_BLOCKS], HISTORY)
-    giver.plan(busy=False)
+    plan(giver, steps, busy=False)
     assert said.offered == ["t~history"]
     received = {request.request_id}
     giver.admit(received, set(), set())
@@ -303,7 +345,7 @@ def test_a_history_is_offered_once_also_if_another_prefill_engine_takes_over() -
 
 def test_what_was_let_go_in_time_is_not_held_back() -> None:
     said, own = Said(), Heartbeat("D", 1, 1, Role.DECODE, State.READY, 1, "m", history=True)
-    giver = HistoryGiver(own, said, 32)  # type: ignore[arg-type]
+    giver = HistoryGiver(own, said, 32, Steps())  # type: ignore[arg-type]
     request = turn()[1]
     giver.offer(request, [D_BLOCKS], HISTORY)
     received, sent = {request.request_id}, {request.request_id}

@@ -40,7 +40,7 @@ def wide(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clus
         decode=2,
         arguments=ARGUMENTS,
         prefill_arguments=["--num-gpu-blocks-override", str(SMALL)],
-        extra={"cache_events": True, **TRANSFER_ALL},
+        extra={"history": True, "cache_events": True, **TRANSFER_ALL},
         say=say,
     ) as running:
         yield running
@@ -160,18 +160,6 @@ async def test_another_salt_gets_nothing(wide: Cluster, reference: str) -> None:
     pytest.fail("this salt's own history was not taken either")
 
 
-async def test_idle_conversations_cost_decode_nothing(wide: Cluster) -> None:
-    before = await free(wide, "decode-0")
-    for first in range(0, CONVERSATIONS, 8):
-        turns = (
-            by_hand(wide, f"prefill-{number % 2}", "decode-0", prompt(100, seed=3000 + number), history=number % 4 != 0)
-            for number in range(first, first + 8)
-        )
-        await asyncio.gather(*turns)
-    assert await free(wide, "decode-0") == before
-    assert await free(wide, "prefill-0") == SMALL - 1
-
-
 async def free(wide: Cluster, name: str) -> int:
     """The free blocks of an engine that has nothing to do."""
     await eventually(lambda: name in wide.observer.engines and not wide.observer.engines[name].requests, 60)
@@ -229,3 +217,15 @@ async def test_without_nats_for_seconds_no_request_fails(wide: Cluster, referenc
     say(f"NATS away for 3 s: {len(first_tokens)} turns, slowest first token {max(first_tokens):.2f} s")
     for name in ("prefill-0", "prefill-1"):
         await eventually(lambda name=name: wide.observer.engines[name].free_blocks == SMALL - 1, 30)  # type: ignore[misc]
+
+
+async def test_idle_conversations_cost_decode_nothing(wide: Cluster) -> None:
+    before = await free(wide, "decode-0")
+    for first in range(0, CONVERSATIONS, 8):
+        turns = (
+            by_hand(wide, f"prefill-{number % 2}", "decode-0", prompt(100, seed=3000 + number), history=number % 4 != 0)
+            for number in range(first, first + 8)
+        )
+        await asyncio.gather(*turns)
+    assert await free(wide, "decode-0") == before
+    assert await free(wide, "prefill-0") == SMALL - 1

@@ -15,8 +15,9 @@ from support.waiting import eventually
 from kvbus.bus import MemoryBus
 from kvbus.protocol import BlocksStored, CacheLog
 from kvbus.router.fleet import tokenizing
+from kvbus.router.http import Answer
 from kvbus.router.request import DECODE_HEADER, PREFILL_HEADER
-from kvbus.wire import CacheRequest, decode, encode
+from kvbus.wire import CacheRequest, Heartbeat, Role, State, decode, encode
 
 IDS = list(range(1000, 5000))
 TEXT = "word " * 4000
@@ -112,6 +113,21 @@ async def test_a_shorter_text_is_asked_for_when_its_session_is_known() -> None:
         assert len(asked(front)) == 1
         await chosen(front, prompt="Hi", user="u")
         assert len(asked(front)) == 1
+
+
+async def test_a_prompt_that_an_engine_refuses_to_tokenize_does_not_stop_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else one client could turn this choice off for all."""
+    answers = iter([400, 200])
+
+    async def post(*_: Any) -> Answer:
+        return Answer(next(answers), b'{"tokens": [1, 2]}')
+
+    monkeypatch.setattr(tokenizing.upstream, "post", post)
+    asker, engine = tokenizing.Tokenizing(), Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1)
+    assert await asker.ids(None, engine, {"prompt": "x"}, {}) is None  # type: ignore[arg-type]
+    assert list(await asker.ids(None, engine, {"prompt": "y"}, {}) or ()) == [1, 2]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fault", ["slow", "refused", "nonsense", "huge"])

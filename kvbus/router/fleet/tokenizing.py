@@ -56,12 +56,14 @@ class Tokenizing:
             async with asyncio.timeout(self._answer_s):
                 answer = await upstream.post(session, engine, "/tokenize", question, headers)
             ids = _read(answer.body) if answer.status == 200 else None
+            is_broken = ids is None and not 400 <= answer.status < 500  # else it is this prompt that it refuses
         except upstream.LOST:
-            ids = None
+            ids, is_broken = None, True
         finally:
             self._asking -= 1
-        if ids is None:
+        if is_broken:
             self._paused_until = time.monotonic() + PAUSE_S
+        if ids is None:
             return self._count("failed", None)
         self._keep(name, ids)
         return self._count("asked", ids)

@@ -73,6 +73,8 @@ def tokenize_question(body: Mapping[str, Any], dialect: Dialect) -> Body | None:
     """The body with which vLLM's ``/tokenize`` finds the token ids of this request's prompt; None if it cannot, or
     would have to fetch pictures or sounds for it."""
     name = {COMPLETIONS: "prompt", CHAT: "messages"}.get(dialect, "")
+    if not name:
+        return None
     prompt = body.get(name)
     text = bytes(prompt.raw[:_MAX_ASKED_BYTES]) if isinstance(prompt, Raw) else json.dumps(prompt).encode()
     if len(text) >= _MAX_ASKED_BYTES or any(word in text for word in _NO_TEXT):
