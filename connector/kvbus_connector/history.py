@@ -39,17 +39,12 @@ from kvbus.wire import (
 from kvbus.wire import blocks as block_runs
 
 from .history_worth import PrefillSpeed, Worth
-from .identity import digest_of, name_transfer, traceparent_of
+from .identity import digest_of, history_name, is_of_tokens, traceparent_of
 from .steps import Steps
 
 MIN_WAIT_S, MAX_WAIT_S = 0.005, 0.05  # for an offer
 MAX_OFFERS = 1 << 14
 MIN_RECEIVE_S, MAX_RECEIVE_S = 0.1, 10.0
-
-
-def history_name(request: Any) -> str:
-    """The id of the transfer of a request's history."""
-    return name_transfer(request.request_id, request.kv_transfer_params).transfer_id + HISTORY_SUFFIX
 
 
 class Stage(Enum):
@@ -297,9 +292,3 @@ def _why_declined(offered: int, computed_tokens: int) -> str:
     if offered < 0:
         return "it had nothing to offer"
     return f"it offered {offered} tokens, of which {computed_tokens} were here"
-
-
-def is_of_tokens(request: Any) -> bool:
-    """Whether its KV depends on nothing but what the digest has: its tokens and its LoRA adapter."""
-    tokens, items = request.prompt_token_ids, getattr(request, "mm_features", None)
-    return tokens is not None and not items and getattr(request, "prompt_embeds", None) is None

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvbus.wire import Heartbeat
 
-from .history import history_name, is_of_tokens
+from .identity import history_name, is_of_tokens
 from .outgoing import Outgoing
 from .steps import Steps
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from kvbus.config import Config
 from kvbus.errors import ConfigError
-from kvbus.wire import Heartbeat, Pairs, Role, State
+from kvbus.wire import HISTORY_SUFFIX, Heartbeat, Pairs, Role, State
 
 _ROLES = {"kv_producer": Role.PREFILL, "kv_consumer": Role.DECODE, "kv_both": Role.BOTH}
 # vLLM's request ids: an index for each of ``n`` samples in front, an index for each prompt of a completions request
@@ -68,6 +68,11 @@ def name_transfer(request_id: str, params: Mapping[str, Any]) -> TransferName:
     return TransferName(base, base if sample == prompt == "0" else f"{base}#{sample}.{prompt}")
 
 
+def history_name(request: Any) -> str:
+    """The id of the transfer of a request's history."""
+    return name_transfer(request.request_id, request.kv_transfer_params).transfer_id + HISTORY_SUFFIX
+
+
 def digest_of(request: Any, count: int) -> str:
     """A digest of the first ``count`` of a request's token ids and of its LoRA adapter's name, which both engines must
     agree on; of the name alone for a prompt of embeddings, and empty if there is none either.
@@ -82,6 +87,12 @@ def digest_of(request: Any, count: int) -> str:
     if lora is not None:
         digest.update(b"\0" + str(lora.lora_name).encode(errors="replace"))
     return digest.hexdigest()
+
+
+def is_of_tokens(request: Any) -> bool:
+    """Whether its KV depends on nothing but what the digest has: its tokens and its LoRA adapter."""
+    tokens, items = request.prompt_token_ids, getattr(request, "mm_features", None)
+    return tokens is not None and not items and getattr(request, "prompt_embeds", None) is None
 
 
 def traceparent_of(request: Any) -> str:
