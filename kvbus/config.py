@@ -62,7 +62,7 @@ class Config:
     max_write_s: float = 2.0
     registration: str = "auto"
     local_prefill_tokens: int = 64
-    history: bool = False
+    history: bool = True
     cache_events: bool = False
 
     def __post_init__(self) -> None:
