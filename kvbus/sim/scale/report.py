@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvbus.sim.scale.plan import Scale
@@ -20,6 +20,7 @@ class Outcome:
         prefill_way: how long a request took from the client to its prefill engine, ms.
         counts, bus: the engines' counters.
         leftovers: how many requests the engines still remembered at the end.
+        delivered: messages per second, by what is told on their subjects.
     """
 
     plan: Scale
@@ -31,6 +32,7 @@ class Outcome:
     leftovers: int
     errors: list[str]
     samples: list[Sample]
+    delivered: dict[str, float] = field(default_factory=dict)
 
     @property
     def achieved_rate(self) -> float:
@@ -45,6 +47,12 @@ class Outcome:
         It says more than latencies do where other programs use the machine, too.
         """
         return round(10 * self.mean(name) / max(self.achieved_rate, 0.1), 3)
+
+    @property
+    def messages_per_request(self) -> dict[str, float]:
+        """Those delivered, by kind; heartbeats and pulses come whether or not there are requests."""
+        rate = max(self.achieved_rate, 0.1)
+        return {kind: round(number / rate, 2) for kind, number in self.delivered.items()}
 
     def mean(self, name: str) -> float:
         values: list[float] = [getattr(each, name) for each in self.samples]
@@ -61,7 +69,8 @@ def quantiles_ms(values: Sequence[float]) -> dict[str, float]:
 
 def as_json(outcome: Outcome) -> str:
     cpu_ms = {name: outcome.cpu_ms(f"{name}_cpu") for name in ("router", "nats", "engines", "load")}
-    return json.dumps({**asdict(outcome), "achieved_rate": outcome.achieved_rate, "cpu_ms_per_request": cpu_ms})
+    figures = {"achieved_rate": outcome.achieved_rate, "messages_per_request": outcome.messages_per_request}
+    return json.dumps({**asdict(outcome), **figures, "cpu_ms_per_request": cpu_ms})
 
 
 def rows(outcome: Outcome) -> list[tuple[str, str]]:
@@ -88,9 +97,15 @@ def rows(outcome: Outcome) -> list[tuple[str, str]]:
         ("nats-server, % of a core", f"{outcome.mean('nats_cpu'):.0f}"),
         ("nats-server, MiB start -> end", memory("nats_mib")),
         ("messages/s published / delivered", f"{outcome.mean('published'):.0f} / {outcome.mean('delivered'):.0f}"),
+        ("messages delivered for each request", _kinds(outcome.messages_per_request)),
         ("simulated engines, % of a core", f"{outcome.mean('engines_cpu'):.0f}"),
         ("simulated engines, MiB start -> end", memory("engines_mib")),
         ("client, % of a core", f"{outcome.mean('load_cpu'):.0f}"),
         ("machine, % of all cores", f"{outcome.mean('machine_cpu'):.0f}"),
         ("requests still remembered by engines", str(outcome.leftovers)),
     ]
+
+
+def _kinds(messages: dict[str, float]) -> str:
+    kinds = ", ".join(f"{number:.1f} {kind}" for kind, number in messages.items() if number >= 0.05)
+    return f"{sum(messages.values()):.1f}: {kinds}"

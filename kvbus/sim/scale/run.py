@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kvbus.sim.scale.engines import GroupPlan, deal_engines
 from kvbus.sim.scale.plan import Scale
 from kvbus.sim.scale.process import read_json
 from kvbus.sim.scale.report import Outcome, quantiles_ms
-from kvbus.sim.scale.sampler import Sample, Sampler
+from kvbus.sim.scale.sampler import Kinds, Sample, Sampler
 
 Say = Callable[[str], None]
 
@@ -48,10 +48,17 @@ async def run_scale(plan: Scale, logs: Path, say: Say) -> Outcome:
         processes = _Processes(plan, Path(folder), logs, say)
         try:
             await processes.start()
-            samples = await processes.watch()
-            return await processes.collect(samples)
+            return await processes.collect(await processes.watch())
         finally:
             processes.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What was seen while the load counted; ``delivered``: messages per second of each kind."""
+
+    samples: list[Sample]
+    delivered: dict[str, float]
 
 
 class _Processes:
@@ -87,10 +94,11 @@ class _Processes:
         load = LoadPlan(plan, self._router_url, str(self._folder), direct)
         self._load = self._start("load", "kvbus.sim.scale.client", json.dumps(asdict(load)))
 
-    async def watch(self) -> list[Sample]:
+    async def watch(self) -> Watched:
         """Return when the load has ended, with the samples taken while it counted."""
         plan, samples, said_at = self._plan, list[Sample](), time.monotonic()
         sampler = Sampler(self._nats, self._router, self._load, self._groups)
+        first = last = Kinds(0.0)
         async with aiohttp.ClientSession() as session:
             sample = await sampler.sample(session)
             while self._load.alive:
@@ -99,14 +107,17 @@ class _Processes:
                 with contextlib.suppress(psutil.Error):  # the load has just ended
                     sample = await sampler.sample(session)
                     samples.append(sample)
+                    if plan.warm_s < sample.at_s < plan.end_s:
+                        last = Kinds(sample.at_s, await sampler.delivered_by_kind(session))
+                        first = first if first.by_kind else last
                 if time.monotonic() - said_at >= SAY_INTERVAL_S:
                     said_at = time.monotonic()
                     self._say_progress(sample)
                 if sample.at_s > plan.end_s + GRACE_S:
                     raise LocalClusterError("kvbus: the load does not end")
-        return [each for each in samples if plan.warm_s < each.at_s < plan.end_s]
+        return Watched([each for each in samples if plan.warm_s < each.at_s < plan.end_s], last.per_second(first))
 
-    async def collect(self, samples: list[Sample]) -> Outcome:
+    async def collect(self, watched: Watched) -> Outcome:
         """End the engines, which then write what they counted, and put the figures together."""
         load = self._read("load.json")
         if not load.get("over"):
@@ -127,7 +138,8 @@ class _Processes:
             dict(total("bus") + total("ranks")),
             sum(group.get("leftovers", 0) for group in groups),
             load["errors"],
-            samples,
+            watched.samples,
+            watched.delivered,
         )
 
     def close(self) -> None:

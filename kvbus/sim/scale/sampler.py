@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import aiohttp
 import psutil
@@ -27,6 +28,24 @@ class Sample:
     machine_cpu: float
     published: float
     delivered: float
+
+
+@dataclass(frozen=True, slots=True)
+class Kinds:
+    """How many messages of each kind were delivered until ``at_s``, for which there is somebody who listens."""
+
+    at_s: float
+    by_kind: Counter[str] = field(default_factory=Counter)
+
+    def per_second(self, earlier: Kinds) -> dict[str, float]:
+        """Since ``earlier``, the most frequent first."""
+        passed_s = max(self.at_s - earlier.at_s, 1e-3)
+        grown = Counter({kind: number - earlier.by_kind[kind] for kind, number in self.by_kind.items()})
+        return {kind: round(number / passed_s, 1) for kind, number in grown.most_common() if number > 0}
+
+
+SUBJECT_AREA = 3
+"""Which token of a subject says what is told there: see :class:`kvbus.wire.Subjects`."""
 
 
 class Sampler:
@@ -63,3 +82,19 @@ class Sampler:
             published=round(published / passed_s),
             delivered=round(delivered / passed_s),
         )
+
+    async def delivered_by_kind(self, session: aiohttp.ClientSession) -> Counter[str]:
+        """How many messages each kind of subject has brought to those who listen now, since the server started."""
+        async with session.get(f"{self._monitor_url}/connz?subs=detail&limit=4096") as answer:
+            connz = await answer.json()
+        kinds: Counter[str] = Counter()
+        for connection in connz["connections"]:
+            for each in connection.get("subscriptions_list_detail", ()):
+                kinds[kind_of(each["subject"])] += each["msgs"]
+        return kinds
+
+
+def kind_of(subject: str) -> str:
+    """What is told on a subject: the name of its area, or ``replies``."""
+    tokens = subject.split(".")
+    return tokens[SUBJECT_AREA] if tokens[0] == "kvbus" and len(tokens) > SUBJECT_AREA else "replies"
