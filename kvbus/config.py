@@ -98,6 +98,11 @@ class Config:
             raise ConfigError("backends", list(self.backends), 'a list of NIXL backend names, such as ["UCX"]')
 
     @property
+    def calm_pulse_interval_s(self) -> float:
+        """How often a rank pulses that has nothing to write: what is left of the write lease then is one interval."""
+        return max(self.heartbeat_interval_s, self.write_lease_s - self.heartbeat_interval_s)
+
+    @property
     def servers(self) -> list[str]:
         return [server.strip() for server in self.nats_url.split(",")]
 

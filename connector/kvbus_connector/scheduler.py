@@ -17,7 +17,7 @@ from kvbus.bus import Bus, Keys, Node
 from kvbus.config import Config
 from kvbus.engine import SinkScheduler, serve_metadata, sources_of
 from kvbus.metrics import Counters
-from kvbus.protocol import Membership, SinkLease
+from kvbus.protocol import Membership, SinkLease, to_all_interval_s
 from kvbus.protocol.decode import Registrar
 from kvbus.trace import Marker, serve_clock
 from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
@@ -294,6 +294,7 @@ def _make_node(config: Config, own: Heartbeat, bus: Bus, keys: Keys) -> Node:
         name=f"kvbus-{own.engine[:8]}-scheduler",
         membership=Membership(dead_after_s=config.dead_after_s),
         heartbeat_interval_s=config.heartbeat_interval_s,
+        to_all_interval_s=to_all_interval_s(config.heartbeat_interval_s, config.dead_after_s),
         hears=sources_of(own),
         keys=keys,
         speaker=own.engine,

@@ -122,6 +122,7 @@ class WorkerHalf:
             counters=self.counters,
             marking=Marker(node, own.engine, own.role, plane.rank),
             pulse_interval_s=self._config.heartbeat_interval_s if own.writes else None,
+            calm_pulse_interval_s=self._config.calm_pulse_interval_s,
             first_pulse_at=self._first_pulse_at(),
             max_write_s=self._config.max_write_s,
         )

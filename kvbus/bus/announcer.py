@@ -1,5 +1,8 @@
 """What a process says of itself: heartbeats at an interval and when somebody asks, and goodbye at the end.
 
+Engines hear a heartbeat only when it says something lasting that is new, or after a longer interval: in a large pool
+each has many listeners. Routers and tools, which choose and show by load, hear each.
+
 Called in the node's loop only.
 """
 
@@ -9,6 +12,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from operator import attrgetter
 
 from kvbus.bus.keys import Keys
 from kvbus.bus.port import Bus
@@ -18,6 +23,23 @@ from kvbus.wire import Bye, Heartbeat, Subjects, encode
 
 logger = logging.getLogger(__name__)
 
+_LASTING = attrgetter(
+    *(
+        each.name
+        for each in fields(Heartbeat)
+        if each.name
+        not in (
+            "number",
+            "free_blocks",
+            "requests",
+            "queued_tokens",
+            "step_s",
+            "cache_number",
+            "prompt_tokens",
+            "cached_tokens",
+        )
+    )
+)
 # After a server's restart every node asks who is there: one answer in so long is for all who asked meanwhile.
 ANSWER_EVERY_S = 0.1
 
@@ -34,21 +56,30 @@ class Announcer:
         self.heartbeat: Callable[[int], Heartbeat | None] | None = None
         self._number = 0
         self._announced_at = float("-inf")
+        self._lasting: tuple[object, ...] = ()
         self._answer: asyncio.TimerHandle | None = None
         self._once = OncePer()
 
-    async def run(self, interval_s: float) -> None:
+    async def run(self, interval_s: float, to_all_interval_s: float) -> None:
+        """Send heartbeats, for ever: every ``interval_s`` to routers and tools, to engines every other interval."""
         while True:
-            self.announce()
+            self._say(to_all=time.monotonic() - self._announced_at > to_all_interval_s - interval_s / 2)
             await asyncio.sleep(interval_s)
 
     def announce(self) -> None:
-        """Send a heartbeat now."""
-        self._announced_at = time.monotonic()
+        """Send a heartbeat to everybody now."""
         self._cancel_answer()
+        self._say(to_all=True)
+
+    def _say(self, *, to_all: bool) -> None:
         if not self._bus.connected or (heartbeat := self._next()) is None:
             return
-        subject = self._subjects.heartbeats(heartbeat.role, heartbeat.engine)
+        lasting = _LASTING(heartbeat)
+        if to_all or lasting != self._lasting:
+            self._announced_at, self._lasting = time.monotonic(), lasting
+            subject = self._subjects.heartbeats(heartbeat.role, heartbeat.engine)
+        else:
+            subject = self._subjects.loads(heartbeat.role, heartbeat.engine)
         try:
             self._bus.publish(subject, encode(heartbeat))
         except PayloadTooLargeError as error:

@@ -43,6 +43,7 @@ class Node:
         name: of the thread, and in log lines.
         membership: told of every heartbeat.
         heartbeat_interval_s: how often :meth:`present` announces, seconds.
+        to_all_interval_s: how often at least in a way that other engines hear, too.
         hears: the roles whose heartbeats are heard; in a large pool every other one is cost without use.
         keys: of an engine; a router or tool has none. With them, what engines say to each other is sealed and checked.
         speaker: who speaks: an engine's id; otherwise ``name``.
@@ -56,6 +57,7 @@ class Node:
         name: str,
         membership: Membership,
         heartbeat_interval_s: float = 0.5,
+        to_all_interval_s: float = 0.0,
         hears: Collection[Role] = tuple(Role),
         keys: Keys | None = None,
         speaker: str = "",
@@ -63,7 +65,7 @@ class Node:
         self.keys, self.me = keys, check_token("speaker", speaker or name)
         self.bus, self.subjects, self.name, self.membership = bus, subjects, name, membership
         self.counters: Counters = bus.counters
-        self._interval_s = heartbeat_interval_s
+        self._intervals_s = (heartbeat_interval_s, max(heartbeat_interval_s, to_all_interval_s))
         self.hears = frozenset(hears)
         self._seals = Seals(keys, membership, self.counters)
         self._announcer = Announcer(bus, subjects, keys)
@@ -234,6 +236,8 @@ class Node:
         roles = ["*"] if self.hears == frozenset(Role) else sorted(self.hears)
         for role in roles:
             self.listen(self.subjects.heartbeats(role, "*"), Heartbeat, self._peers.hear)
+            if self.keys is None:  # a router or a tool
+                self.listen(self.subjects.loads(role, "*"), Heartbeat, self._peers.hear)
         if roles:
             self.listen(self.subjects.bye("*"), Bye, self._peers.hear)
         self.listen(self.subjects.who(), Who, lambda _: self._announcer.answer_who())
@@ -242,7 +246,7 @@ class Node:
         for setup in self._setup:
             await setup()
         await self.bus.__aenter__()
-        self.spawn(self._announcer.run(self._interval_s), f"{self.name}-heartbeat")
+        self.spawn(self._announcer.run(*self._intervals_s), f"{self.name}-heartbeat")
         return self
 
     async def __aexit__(self, *_error: object) -> None:

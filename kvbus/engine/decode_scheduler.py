@@ -49,6 +49,7 @@ from kvbus.wire import (
     Registration,
     RegistrationAck,
     Role,
+    Subjects,
     TransferDone,
     TransferFailed,
     TransferStarted,
@@ -61,6 +62,12 @@ logger = logging.getLogger(__name__)
 def sources_of(own: Heartbeat) -> tuple[Role, ...]:
     """The roles whose heartbeats a scheduler needs: those of engines that may write into its own."""
     return tuple(each for each in Role if replace(own, role=each).may_write_into(own))
+
+
+def pulses_for(own: Heartbeat, subjects: Subjects) -> list[Callable[[str], str]]:
+    """The subjects of the pulses of engines that may write into this one."""
+    forth, back = own.role.decodes, own.history and own.role.prefills
+    return [*([subjects.pulses] if forth else []), *([subjects.history_pulses] if back else [])]
 
 
 PREFILL = (PrefillProgress, PrefillCompleted, PrefillFailed)
@@ -90,7 +97,8 @@ class SinkScheduler:
                 subjects.transfers(engine), (TransferStarted, TransferDone, TransferFailed), self._hear_transfer
             )
             node.watch_heartbeats(self._hear_heartbeat)
-            node.listen(subjects.pulses("*"), Pulse, self._hear_pulse)
+            for pulses in pulses_for(heartbeat, subjects):
+                node.listen(pulses("*"), Pulse, self._hear_pulse)
         node.watch_peers(self._on_peer)
         node.watch_bus(self._on_bus)
 

@@ -59,6 +59,8 @@ class Rank:
         introduce: asks for the metadata of a decode engine that is not known yet; likewise.
         clock: monotonic seconds.
         pulse_interval_s: how often to send a pulse, seconds; None for a rank that writes nothing.
+        calm_pulse_interval_s: likewise while it has no transfer, or has had some for less than ``pulse_interval_s``;
+            None: as often.
         first_pulse_at: not before this time of ``clock``: see :mod:`kvbus.protocol.lease`, 6.
         max_write_s: see :mod:`kvbus.protocol.lease`.
     """
@@ -76,6 +78,7 @@ class Rank:
         counters: Counters,
         marking: Marking,
         pulse_interval_s: float | None = None,
+        calm_pulse_interval_s: float | None = None,
         first_pulse_at: float = 0.0,
         max_write_s: float = MAX_WRITE_S,
     ) -> None:
@@ -83,7 +86,9 @@ class Rank:
         self._publish, self._introduce, self._clock = publish, introduce, clock
         self._counters, self._marks = counters, WriteMarks(marking)
         self._pulse_interval_s, self._max_write_s = pulse_interval_s, max_write_s
-        self._pulse_at = first_pulse_at
+        self._calm_pulse_interval_s = calm_pulse_interval_s or pulse_interval_s
+        self._pulsed_at, self._first_pulse_at = float("-inf"), first_pulse_at
+        self._busy_since: float | None = None
         self._receives = Receives(transport, counters, marking, max_write_s)
         # Decode engines, by id: their tensor parallel size; those that left, those that were disconnected for an
         # overdue WRITE, and those to be met anew, each until no WRITE into them is outstanding.
@@ -108,7 +113,7 @@ class Rank:
     @property
     def transfers(self) -> int:
         """How many transfers the matcher knows of."""
-        return self._matcher.counts["transfers"]
+        return len(self._matcher)
 
     @property
     def receiving(self) -> int:
@@ -153,8 +158,8 @@ class Rank:
         now = self._clock()
         if (deadline := self._matcher.next_deadline()) is not None and deadline <= now:
             self._perform(self._matcher.tick(now))
-        if self._pulse_interval_s is not None and now >= self._pulse_at:
-            self._pulse_at = now + self._pulse_interval_s
+        if (pulse_at := self._next_pulse(now)) is not None and now >= pulse_at:
+            self._pulsed_at = now
             self._publish("", self._matcher.pulse(now))
         if self._writes:
             self._drop_overdue(now)
@@ -190,11 +195,23 @@ class Rank:
                 self._transport.drop_peer(job.sink_engine)
                 self._apply(SinkLeft(job.sink_engine, job.sink_incarnation), now)
 
+    def _next_pulse(self, now: float) -> float | None:
+        """When the next pulse is due. All decode engines hear each, so there are fewer while no transfer takes long."""
+        if self._pulse_interval_s is None or self._calm_pulse_interval_s is None:
+            return None
+        at = self._pulsed_at + self._calm_pulse_interval_s
+        if not self.transfers:
+            self._busy_since = None
+        else:
+            self._busy_since = now if self._busy_since is None else self._busy_since
+            at = min(at, max(self._pulsed_at, self._busy_since) + self._pulse_interval_s)
+        return max(at, self._first_pulse_at)
+
     def _next_poll_s(self) -> float | None:
         now = self._clock()
         waits = [self._receives.next_poll_s(now)]
-        if self._pulse_interval_s is not None:
-            waits.append(max(self._pulse_at - now, 0.0))
+        if (pulse_at := self._next_pulse(now)) is not None:
+            waits.append(max(pulse_at - now, 0.0))
         if self._writes:
             waits.append(poll_interval_s(now - max(posted for _, posted in self._writes.values())))
         if (deadline := self._matcher.next_deadline()) is not None:

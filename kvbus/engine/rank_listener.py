@@ -100,7 +100,8 @@ class RankNode:
         """Send what the rank says, to the decode engine ``engine`` or, if it is empty, to all. Any thread."""
         subjects, me = self._node.subjects, self._own.engine
         if isinstance(message, Pulse):
-            self._node.publish(subjects.pulses(me), message)
+            pulses = subjects.pulses if self._own.role.prefills else subjects.history_pulses
+            self._node.publish(pulses(me), message)
             return
         if not is_token(engine):
             self._node.counters.add("rejected: no engine's id")  # in the pool anybody may register

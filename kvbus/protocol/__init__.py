@@ -11,7 +11,16 @@ from kvbus.protocol.cache_index import AskCache, CacheIndex, EngineLeft
 from kvbus.protocol.cache_keys import Prompt
 from kvbus.protocol.cache_log import BlocksRemoved, BlocksStored, CacheEvent, CacheLog, Cleared
 from kvbus.protocol.lease import MAX_WRITE_S, WRITE_LEASE_S, SinkLease, SourceLease, term_s
-from kvbus.protocol.membership import MAX_PEERS, Change, Membership, PeerChanged, PeerJoined, PeerLeft, differences
+from kvbus.protocol.membership import (
+    MAX_PEERS,
+    Change,
+    Membership,
+    PeerChanged,
+    PeerJoined,
+    PeerLeft,
+    differences,
+    to_all_interval_s,
+)
 
 __all__ = [
     "MAX_PEERS",
@@ -35,4 +44,5 @@ __all__ = [
     "SourceLease",
     "differences",
     "term_s",
+    "to_all_interval_s",
 ]

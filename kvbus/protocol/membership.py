@@ -27,9 +27,16 @@ _FIXED = attrgetter(
     "history",
     "cache_block_size",
 )
+TO_ALL_INTERVAL_S = 2.0
+"""How often an engine's heartbeat is heard by other engines, at least."""
 # A new incarnation takes the place of one that was silent for so long. One that still speaks is not gone.
-YIELD_S = 1.0
+YIELD_S = 2.5
 SUSPECT_S = 1.0  # a client that connects again does so, and announces itself, in a fraction of it
+
+
+def to_all_interval_s(heartbeat_interval_s: float, dead_after_s: float) -> float:
+    """How often other engines must hear a heartbeat, seconds: one may be lost before its sender is taken for gone."""
+    return max(heartbeat_interval_s, min(TO_ALL_INTERVAL_S, dead_after_s / 2.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +75,7 @@ class Membership:
 
     def __init__(self, *, dead_after_s: float = 3.0, max_peers: int = MAX_PEERS) -> None:
         self._dead_after_s, self._max_peers = dead_after_s, max_peers
+        self._yield_s = min(YIELD_S, dead_after_s / 2)  # longer than to_all_interval_s()
         self._peers: dict[str, Heartbeat] = {}
         self._deadlines: Deadlines[str] = Deadlines()
         self._heard_at: dict[str, float] = {}
@@ -108,7 +116,7 @@ class Membership:
             return []
         changes: list[Change] = []
         if known is not None and message.incarnation > known.incarnation:
-            if now - self._heard_at[message.engine] < YIELD_S:
+            if now - self._heard_at[message.engine] < self._yield_s:
                 self.rejected += 1
                 return []
             changes.append(self._drop(known, "replaced"))

@@ -86,6 +86,7 @@ class Engine(ABC):
             counters=self.world.counters,
             marking=NoMarks(),
             pulse_interval_s=timing.heartbeat_s if own.writes else None,
+            calm_pulse_interval_s=max(timing.heartbeat_s, timing.write_lease_s - timing.heartbeat_s),
             first_pulse_at=clock() + (term_s(timing.write_lease_s, timing.max_write_s) if own.incarnation > 1 else 0.0),
             max_write_s=timing.max_write_s,
         )

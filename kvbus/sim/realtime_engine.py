@@ -25,7 +25,7 @@ from kvbus.engine import (
     sinks_of,
     sources_of,
 )
-from kvbus.protocol import Membership
+from kvbus.protocol import Membership, to_all_interval_s
 from kvbus.sim.engine import Engine
 from kvbus.sim.fake_decode import FakeDecode
 from kvbus.sim.fake_prefill import FakePrefill
@@ -150,7 +150,7 @@ class RealTimeEngine(Engine):
         return all(node.membership.get(other.engine) is not None for node in listening)
 
     def _make_node(self, part: str, hears: Collection[Role]) -> Node:
-        name = f"{self.own.engine}-{self.own.incarnation}-{part}"
+        timing, name = self.world.timing, f"{self.own.engine}-{self.own.incarnation}-{part}"
         bus = self._make_bus(name)
         if self._network is not None:
             faulty = FaultyBus(bus, self.own.engine, self._network, self._runtime)
@@ -160,8 +160,9 @@ class RealTimeEngine(Engine):
             bus,
             SUBJECTS,
             name=name,
-            membership=Membership(dead_after_s=self.world.timing.dead_after_s),
-            heartbeat_interval_s=self.world.timing.heartbeat_s,
+            membership=Membership(dead_after_s=timing.dead_after_s),
+            heartbeat_interval_s=timing.heartbeat_s,
+            to_all_interval_s=to_all_interval_s(timing.heartbeat_s, timing.dead_after_s),
             hears=hears,
             keys=self._keys,
             speaker=self.own.engine,

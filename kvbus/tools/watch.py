@@ -68,7 +68,13 @@ async def top(
     Raises:
         NobodyError: so it was after the once.
     """
-    patterns = [subjects.heartbeats("*", "*"), subjects.bye("*"), subjects.transfers("*"), subjects.prefill("*")]
+    patterns = [
+        subjects.heartbeats("*", "*"),
+        subjects.loads("*", "*"),
+        subjects.bye("*"),
+        subjects.transfers("*"),
+        subjects.prefill("*"),
+    ]
     async with listening(bus, subjects, patterns, where=where, asks="kvbus-top") as listener:
         traffic, nobody, quiet_until = Traffic(time.monotonic()), "", time.monotonic() + (0 if once else QUIET_S)
         due = time.monotonic() + interval_s

@@ -93,9 +93,17 @@ class Subjects:
     def heartbeats(self, role: str, by: str) -> str:
         return self._of(f"hb.{role}.{by}")
 
+    def loads(self, role: str, by: str) -> str:
+        """Heartbeats that only routers and tools need, between those that everybody hears."""
+        return self._of(f"load.{role}.{by}")
+
     def pulses(self, by: str) -> str:
         """Pulses of the ranks of the prefill engine ``by``."""
         return self._of(f"pulse.{by}")
+
+    def history_pulses(self, by: str) -> str:
+        """Pulses of the ranks of the engine ``by``, which only writes history."""
+        return self._of(f"hpulse.{by}")
 
     def marks(self, by: str) -> str:
         """What the engine's processes did for traced requests, and when."""

@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.bus import connection_name
 from kvbus.bus.presence import lost_engine
-from kvbus.protocol import Membership, PeerChanged, PeerJoined, PeerLeft, differences
+from kvbus.protocol import Membership, PeerChanged, PeerJoined, PeerLeft, differences, to_all_interval_s
 from kvbus.wire import Bye, Heartbeat, Role, State
 
 BEAT = Heartbeat("P", 5, 1, Role.PREFILL, State.READY, 1, compat=(("dtype", "bfloat16"),))
@@ -68,9 +68,9 @@ def test_a_newer_incarnation_replaces_an_older_one_for_good() -> None:
     members = Membership()
     members.hear(BEAT, 0.0)
     newer = replace(BEAT, incarnation=6)
-    assert members.hear(newer, 1.0) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(newer)]
-    assert members.hear(BEAT, 1.1) == []
-    assert members.hear(Bye("P", 5), 1.2) == []
+    assert members.hear(newer, 1.5) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(newer)]
+    assert members.hear(BEAT, 1.6) == []
+    assert members.hear(Bye("P", 5), 1.7) == []
     assert members.get("P") == newer
     assert members.rejected == 2
 
@@ -79,14 +79,24 @@ def test_a_newer_incarnation_does_not_unseat_one_that_speaks() -> None:
     """One heartbeat that anybody may say would take an engine away from all others. A restarted one needs seconds."""
     members = Membership(dead_after_s=3.0)
     lie = replace(BEAT, incarnation=1 << 62)
-    for at in (0.0, 0.5, 1.0):
+    interval_s = to_all_interval_s(0.5, 3.0)
+    for at in (0.0, interval_s, 2 * interval_s):
         members.hear(BEAT, at)
-        assert members.hear(lie, at + 0.4) == []
+        assert members.hear(lie, at + interval_s) == []
     assert members.get("P") == BEAT
-    assert members.hear(lie, 2.1) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(lie)], "it was silent"
-    assert members.hear(BEAT, 2.2) == []
-    members.tick(5.1)
-    assert members.hear(BEAT, 5.2) == [PeerJoined(BEAT)], "it gets its seat back"
+    assert members.hear(lie, 4.0) == [PeerLeft("P", 5, Role.PREFILL, "replaced"), PeerJoined(lie)], "it was silent"
+    assert members.hear(BEAT, 4.1) == []
+    members.tick(7.0)
+    assert members.hear(BEAT, 7.1) == [PeerJoined(BEAT)], "it gets its seat back"
+
+
+@pytest.mark.parametrize("dead_after_s", [1.0, 3.0, 5.0, 60.0])
+def test_one_lost_heartbeat_takes_no_engine_away(dead_after_s: float) -> None:
+    interval_s = to_all_interval_s(0.01, dead_after_s)
+    assert 2 * interval_s < dead_after_s
+    members = Membership(dead_after_s=dead_after_s)
+    members.hear(BEAT, 0.0)
+    assert members.tick(2 * interval_s) == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from support.waiting import eventually_sync
 
-from kvbus.bus import MemoryBroker, MemoryBus, Node
+from kvbus.bus import Keys, MemoryBroker, MemoryBus, Node
 from kvbus.engine import Rank, Writer
 from kvbus.engine.memory_transport import Fabric, MemoryTransport
 from kvbus.metrics import Counters
@@ -81,6 +81,36 @@ class TestNode:
         assert beats() <= before + 10
         assert not any(isinstance(decode(payload), Who) and decode(payload) == Who("P") for _, payload in broker.log)
         node.close()
+
+    def test_engines_hear_what_lasts_and_routers_hear_each_heartbeat(self, broker: MemoryBroker) -> None:
+        """A pool of 64 would else deliver 8,000 heartbeats a second."""
+        state = [State.READY]
+        node = Node(
+            MemoryBus(broker),
+            SUBJECTS,
+            name="P",
+            membership=Membership(),
+            heartbeat_interval_s=0.02,
+            to_all_interval_s=60.0,
+            hears=[],
+        )
+        node.present(lambda number: Heartbeat("P", 5, number, Role.PREFILL, state[0], 1, requests=number))
+        heard: dict[str, list[Heartbeat]] = {}
+        others = {}
+        for name, keys in (("router", None), ("engine", Keys(b"x" * 32, "engine", 3))):
+            bus, listening = MemoryBus(broker), heard.setdefault(name, [])
+            others[name] = Node(bus, SUBJECTS, name=name, membership=Membership(), keys=keys)
+            others[name].watch_heartbeats(listening.append)
+            others[name].start()
+        node.start()
+        eventually_sync(lambda: len(heard["router"]) >= 10)
+        state[0] = State.DRAINING
+        eventually_sync(lambda: heard["router"][-1].state is State.DRAINING)
+        eventually_sync(lambda: heard["engine"][-1].state is State.DRAINING)
+        for each in (node, *others.values()):
+            each.close()
+        in_time = [each for each in heard["engine"] if each.state is State.READY]
+        assert 1 <= len(in_time) <= 4, "at the start, and to those who asked who is there"
 
     def test_only_the_roles_asked_for_are_heard(self, broker: MemoryBroker) -> None:
         changes: list[object] = []

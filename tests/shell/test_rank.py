@@ -100,6 +100,40 @@ def test_a_peer_that_is_met_again_meanwhile_is_disconnected_all_the_same(driven:
     assert driven.rank.writing == 0
 
 
+def pulses_until(rank: Rank, said: list[Message], at: list[float], until_s: float) -> list[float]:
+    """When pulses are said, if the rank is called whenever it asks for it."""
+    found: list[float] = []
+    while at[0] <= until_s:
+        before = sum(isinstance(each, Pulse) for each in said)
+        wait_s = rank.poll()
+        found += [at[0]] * (sum(isinstance(each, Pulse) for each in said) - before)
+        assert wait_s is not None
+        at[0] = round(at[0] + max(wait_s, 0.05), 3)
+    return found
+
+
+def test_a_rank_without_a_long_transfer_pulses_less_often() -> None:
+    """Every decode engine hears each pulse."""
+    said, at = list[Message](), [0.0]
+    rank = Rank(
+        matcher=Matcher(engine="P", incarnation=5, rank=0, ranks=1),
+        transport=MemoryTransport(Fabric(), "P"),
+        rank=0,
+        ranks=1,
+        publish=lambda _, message: said.append(message),
+        introduce=lambda _: None,
+        clock=lambda: at[0],
+        counters=Counters(),
+        marking=NoMarks(),
+        pulse_interval_s=0.5,
+        calm_pulse_interval_s=1.0,
+    )
+    assert pulses_until(rank, said, at, 2.5) == [0.0, 1.0, 2.0]
+    at[0] = 2.7
+    rank.handle(Overheard(PrefillCompleted("t", "P", 5, "p1", (((1, 3),),), 96, number=1)))
+    assert pulses_until(rank, said, at, 4.5) == [3.0, 3.5, 4.0, 4.5], "a write lease needs its echo"
+
+
 def test_how_long_a_match_waited_and_its_write_took_is_counted(driven: Driven) -> None:
     driven.now = 1.5
     driven.source.finish()

@@ -76,6 +76,9 @@ class Matcher:
         self._prefills = Prefills(transfers, joiner, answers, holds)
         self._registrations = Registrations(transfers, joiner, sinks, answers, holds)
 
+    def __len__(self) -> int:
+        return len(self._transfers)
+
     @property
     def counts(self) -> dict[str, int]:
         """Sizes for metrics and tests: transfers by what they wait for."""

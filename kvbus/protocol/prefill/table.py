@@ -44,6 +44,9 @@ class Transfers:
         self._released: BoundedDict[str, None] = BoundedDict(MAX_ENDINGS)
         self.draining = False
 
+    def __len__(self) -> int:
+        return len(self._transfers)
+
     def counts(self) -> dict[str, int]:
         """Transfers by what they wait for."""
         held = self._transfers.values()
