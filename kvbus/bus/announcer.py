@@ -1,7 +1,8 @@
 """What a process says of itself: heartbeats at an interval and when somebody asks, and goodbye at the end.
 
-Engines hear a heartbeat only when it says something lasting that is new, or after a longer interval: in a large pool
-each has many listeners. Routers and tools, which choose and show by load, hear each.
+Engines hear a heartbeat when it says something lasting that is new, or that its sender is in a long step, and otherwise
+after a longer interval: in a large pool each has many listeners. Routers and tools, which choose and show by load, hear
+each.
 
 Called in the node's loop only.
 """
@@ -74,8 +75,8 @@ class Announcer:
     def _say(self, *, to_all: bool) -> None:
         if not self._bus.connected or (heartbeat := self._next()) is None:
             return
-        lasting = _LASTING(heartbeat)
-        if to_all or lasting != self._lasting:
+        lasting = (heartbeat.is_in_long_step, *_LASTING(heartbeat))
+        if to_all or heartbeat.is_in_long_step or lasting != self._lasting:
             self._announced_at, self._lasting = time.monotonic(), lasting
             subject = self._subjects.heartbeats(heartbeat.role, heartbeat.engine)
         else:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from kvbus.bus import Node
 from kvbus.protocol import Change, PeerLeft, differences
 from kvbus.protocol.decode import (
-    LONG_STEP_S,
     Abandon,
     Aborted,
     BusBack,
@@ -123,7 +122,7 @@ class SinkScheduler:
         See :mod:`kvbus.protocol.decode.patience`.
         """
         peers = self._node.membership.peers(prefill=True)
-        return any(peer.step_s > LONG_STEP_S for peer in peers if hint in ("", peer.engine))
+        return any(peer.is_in_long_step for peer in peers if hint in ("", peer.engine))
 
     @property
     def connected(self) -> bool:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from kvbus.wire.fields import Address, Echoes, Key, MarkList, Pairs, Role, State
 from kvbus.wire.message import Message
 
+# A step that lasts longer may keep a request unannounced for long; see :mod:`kvbus.protocol.decode.patience`.
+LONG_STEP_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat(Message):
@@ -51,6 +54,11 @@ class Heartbeat(Message):
     cache_number: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+
+    @property
+    def is_in_long_step(self) -> bool:
+        """Whether a request may have come to this engine some time ago without being announced yet."""
+        return self.step_s > LONG_STEP_S
 
     @property
     def writes(self) -> bool:

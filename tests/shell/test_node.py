@@ -84,7 +84,7 @@ class TestNode:
 
     def test_engines_hear_what_lasts_and_routers_hear_each_heartbeat(self, broker: MemoryBroker) -> None:
         """A pool of 64 would else deliver 8,000 heartbeats a second."""
-        state = [State.READY]
+        state, step_s = [State.READY], [0.0]
         node = Node(
             MemoryBus(broker),
             SUBJECTS,
@@ -94,7 +94,9 @@ class TestNode:
             to_all_interval_s=60.0,
             hears=[],
         )
-        node.present(lambda number: Heartbeat("P", 5, number, Role.PREFILL, state[0], 1, requests=number))
+        node.present(
+            lambda number: Heartbeat("P", 5, number, Role.PREFILL, state[0], 1, requests=number, step_s=step_s[0])
+        )
         heard: dict[str, list[Heartbeat]] = {}
         others = {}
         for name, keys in (("router", None), ("engine", Keys(b"x" * 32, "engine", 3))):
@@ -107,6 +109,10 @@ class TestNode:
         state[0] = State.DRAINING
         eventually_sync(lambda: heard["router"][-1].state is State.DRAINING)
         eventually_sync(lambda: heard["engine"][-1].state is State.DRAINING)
+        step_s[0] = 2.0  # a decode engine waits by what it hears of this
+        eventually_sync(lambda: len([each for each in heard["engine"] if each.is_in_long_step]) >= 5)
+        step_s[0] = 0.0
+        eventually_sync(lambda: not heard["engine"][-1].is_in_long_step)
         for each in (node, *others.values()):
             each.close()
         in_time = [each for each in heard["engine"] if each.state is State.READY]

@@ -23,11 +23,10 @@ from kvbus.protocol.decode.events import (
     Reject,
     SourceLeft,
 )
-from kvbus.protocol.decode.patience import LONG_STEP_S, NEVER_SEEN, UNCLAIMED_S, unknown_at
+from kvbus.protocol.decode.patience import NEVER_SEEN, UNCLAIMED_S, unknown_at
 from kvbus.protocol.decode.registrar import Registrar
 
 __all__ = [
-    "LONG_STEP_S",
     "NEVER_SEEN",
     "UNCLAIMED_S",
     "Abandon",

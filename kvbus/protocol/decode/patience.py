@@ -10,9 +10,8 @@ what still waits in vLLM's queue.
 
 from __future__ import annotations
 
+# Longer than a step that is not long, see ``Heartbeat.is_in_long_step``, can keep a request unannounced.
 UNCLAIMED_S = 6.0
-# A step that lasts longer may keep a request unannounced for long; what a shorter one can is in the seconds above.
-LONG_STEP_S = 1.0
 PATIENCE_S = 60.0
 NEVER_SEEN = "no prefill engine saw the request"
 

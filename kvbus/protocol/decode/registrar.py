@@ -27,7 +27,7 @@ from kvbus.protocol.decode.events import (
     SourceLeft,
 )
 from kvbus.protocol.decode.give_back import GiveBack
-from kvbus.protocol.decode.patience import LONG_STEP_S, PATIENCE_S, UNCLAIMED_S, unknown_at
+from kvbus.protocol.decode.patience import PATIENCE_S, UNCLAIMED_S, unknown_at
 from kvbus.protocol.decode.receives import HELD_RESEND_S, Phase, Receive, Receives, Step
 from kvbus.wire import (
     CancelAck,
@@ -210,7 +210,7 @@ class Registrar:
         for receive in self._receives.of_engine(heartbeat.engine):
             if receive.claimed and receive.phase is Phase.HELD:
                 receive.patience_until = max(receive.patience_until, now + self._patience_s)
-        if heartbeat.step_s > LONG_STEP_S:
+        if heartbeat.is_in_long_step:
             for engine in (heartbeat.engine, ""):  # to the pool it may have been sent as well
                 for receive in self._receives.of_engine(engine):
                     if not receive.claimed and not receive.is_given_up:
