@@ -46,6 +46,8 @@ class Config:
         cache_events: say on the bus what enters and leaves the prefix cache, so that routers choose by it.
         history: prefill and decode engines that have it give each other what they have of a conversation; see
             docs/protocol.md.
+        first_token: a decode engine goes on from the token that prefill sampled, for requests that ask for it; see
+            docs/protocol.md.
         write_lease_s, max_write_s: see :mod:`kvbus.protocol.lease`; the same in all engines of a namespace.
     """
 
@@ -64,6 +66,7 @@ class Config:
     local_prefill_tokens: int = 64
     history: bool = True
     cache_events: bool = False
+    first_token: bool = True
 
     def __post_init__(self) -> None:
         for server in self.servers:

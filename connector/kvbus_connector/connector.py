@@ -233,6 +233,10 @@ def _checked(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> tuple[C
     if obstacle:
         logger.info("kvbus: conversations' histories stay where they are: %s", obstacle)
     own = replace(own, history=config.history and not obstacle, cache_block_size=block_size)
+    obstacle = vllm_nixl.why_no_first_token(vllm_config) if config.first_token else ""
+    if obstacle:
+        logger.info("kvbus: each decode samples its own first token: %s", obstacle)
+    own = replace(own, first_token=config.first_token and not obstacle)
     return config, own, group
 
 

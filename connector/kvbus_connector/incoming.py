@@ -130,6 +130,7 @@ class Incoming:
             cached_tokens=prompt_tokens - external_tokens,
             digest=digest_of(request, prompt_tokens),
             traceparent=traceparent_of(request),
+            takes_token=self._own.first_token and bool(incoming.taker),
         )
         incoming.stage = Stage.RECEIVING
         self._mark(incoming, MarkName.REGISTERING, str(registration.cached_tokens or ""))
@@ -171,6 +172,7 @@ class Incoming:
         plan.expect, self._expect = self._expect, {}
         expected = [self._requests[each] for each in plan.expect if each in self._requests]
         plan.traced = {each.request_id: each.traced for each in expected if each.traced is not None}
+        plan.takers = {each.request_id: each.taker for each in expected if each.taker}
         plan.abandon, self._abandon = self._abandon, []
 
     def awaits(self, request_id: str) -> bool:

@@ -2,7 +2,7 @@
 
 ``kv_transfer_params`` that count: ``do_remote_prefill``, ``transfer_id``, ``prefill_engine_id`` (a hint), ``attempt``
 (from 1), ``takeover_s`` (for how long a router may name another prefill engine when one is lost), ``registration`` (see
-:mod:`kvbus_connector.timing`).
+:mod:`kvbus_connector.timing`), ``takes_token`` (see :mod:`kvbus_connector.first_token`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from kvbus.trace import Traced, traced
 from kvbus.wire import FIRST_ATTEMPT, Heartbeat, is_token
 
+from .first_token import taker_of
 from .identity import TransferName, name_transfer, traceparent_of
 from .timing import Progress, RegistrationTiming
 
@@ -48,6 +49,7 @@ class IncomingRequest:
     takeover_s: float
     timing: RegistrationTiming
     traced: Traced | None
+    taker: str = ""  # how the sampler knows it, if it goes on from prefill's first token
     stage: Stage = Stage.QUEUED
     waits_since: float = field(default_factory=time.monotonic)
     busy_at: float = float("-inf")  # when a prefill engine could not announce it
@@ -75,6 +77,7 @@ class IncomingRequest:
             min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
             RegistrationTiming(timing) if timing in (*RegistrationTiming,) else default,
             traced(name.transfer_id, traceparent_of(request)),
+            taker_of(params) if name.transfer_id == name.base else "",
         )
 
     @property

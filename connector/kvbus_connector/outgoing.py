@@ -13,10 +13,11 @@ from typing import Any
 from kvbus.bus import Node
 from kvbus.errors import PayloadTooLargeError
 from kvbus.trace import Marking, MarkName, Traced, traced
-from kvbus.wire import FIRST_ATTEMPT, Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Release
+from kvbus.wire import FIRST_ATTEMPT, NO_TOKEN, Heartbeat, PrefillCompleted, PrefillFailed, PrefillProgress, Release
 from kvbus.wire import blocks as block_runs
 
 from .block_rules import BlockRules
+from .first_token import first_token_of
 from .identity import TransferName, digest_of, fits, name_transfer, traceparent_of
 from .step import StepPlan
 
@@ -100,6 +101,7 @@ class Outgoing:
                 tokens=request.num_computed_tokens,
                 digest=digest_of(request, request.num_computed_tokens),
                 traceparent=traceparent_of(request),
+                first_token=first_token_of(request) if self._own.first_token else NO_TOKEN,
             )
         )
         self._held.add(request_id)

@@ -15,6 +15,7 @@ class StepPlan:
     Attributes:
         expect: receives registered since the last step, with their attempt.
         traced: those of them that are.
+        takers: those of them that go on from prefill's first token, with what :mod:`.first_token` calls them.
         abandon: receives given up since the last step.
         withdraw: histories that nobody waits for any more.
         prefills: what was said of prefills since the last step, in order.
@@ -24,6 +25,7 @@ class StepPlan:
 
     expect: dict[str, int] = field(default_factory=dict)
     traced: dict[str, Traced] = field(default_factory=dict)
+    takers: dict[str, str] = field(default_factory=dict)
     abandon: list[str] = field(default_factory=list)
     withdraw: list[Release] = field(default_factory=list)
     prefills: list[PrefillProgress | PrefillCompleted | PrefillFailed] = field(default_factory=list)

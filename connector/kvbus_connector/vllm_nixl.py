@@ -97,6 +97,17 @@ def why_no_history(vllm_config: Any, kv_cache_config: Any) -> str:
     return ""
 
 
+def why_no_first_token(vllm_config: Any) -> str:
+    """Why this engine cannot go on from a token that another one sampled; empty if it can."""
+    if vllm_config.model_config.runner_type == "pooling":
+        return "the model samples no tokens"
+    if vllm_config.speculative_config is not None:
+        return "with speculative decoding vLLM has no logits processors"
+    if vllm_config.use_v2_model_runner:
+        return "vLLM's new model runner takes no logits processors of plugins (VLLM_USE_V2_MODEL_RUNNER=0 is the old)"
+    return ""
+
+
 def cached_group(vllm_config: Any, kv_cache_config: Any) -> tuple[int, int]:
     """The KV group whose blocks say how much of a prompt is cached, and how many tokens one of them holds.
 

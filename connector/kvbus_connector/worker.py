@@ -20,9 +20,10 @@ from kvbus.metrics import Counters
 from kvbus.protocol import Membership, term_s
 from kvbus.protocol.prefill import Drain, Matcher, Released
 from kvbus.trace import Marker
-from kvbus.wire import Heartbeat, Subjects
+from kvbus.wire import NO_TOKEN, Heartbeat, Subjects
 
 from .door import RankDoor
+from .first_token import FIRST_TOKENS
 from .identity import SECRET
 from .step import StepPlan
 
@@ -67,6 +68,7 @@ class WorkerHalf:
         self._writer = Writer("kvbus-writer", self.counters)
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
+        self._takers: dict[str, str] = {}
         self.node: Node | None = None
 
     @property
@@ -136,6 +138,7 @@ class WorkerHalf:
             raise ConfigError(SECRET, "another one in this worker than in the scheduler", "one for the whole engine")
         for request_id, attempt in plan.expect.items():
             self._writer.submit(Expect(request_id, attempt, plan.traced.get(request_id)))
+        self._takers.update(plan.takers)
         for prefill in plan.prefills:
             self._writer.submit(prefill)
         if plan.prefills:
@@ -147,7 +150,15 @@ class WorkerHalf:
 
     def results(self) -> RankReport:
         """What vLLM is to be told in this step."""
-        return self._door.let_out(self._rank.report()) if self._rank is not None else RankReport()
+        if self._rank is None:
+            return RankReport()
+        report = self._door.let_out(self._rank.report())
+        for arrived in report.arrived:  # the sampler asks for it when vLLM first runs the request, after this report
+            taker = self._takers.pop(arrived.request_id, "")
+            if taker and arrived.first_token != NO_TOKEN:
+                FIRST_TOKENS.put(taker, arrived.first_token)
+                self.counters.add("first_tokens")
+        return report
 
     def close(self) -> None:
         """Tell whoever waits, let posted WRITEs end (bounded in time), then leave."""

@@ -239,7 +239,7 @@ class Rank:
 
     def _post(self, job: WriteJob) -> None:
         writers = max(1, self._ranks // self._sink_tp_size.get(job.sink_engine, 1))
-        notification = Landed(job.sink_request, job.attempt, self._rank, writers).encode()
+        notification = Landed(job.sink_request, job.attempt, self._rank, writers, job.first_token).encode()
         started = self._clock()
         try:
             self._transport.post(job, notification)

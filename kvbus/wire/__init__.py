@@ -24,7 +24,18 @@ from kvbus.wire.engine_messages import (
     Pulse,
     Who,
 )
-from kvbus.wire.fields import CACHE_KEY_BYTES, MAX_CACHE_KEYS, MAX_TEXT_CHARS, Echoes, Pairs, Role, State, is_address
+from kvbus.wire.fields import (
+    CACHE_KEY_BYTES,
+    MAX_CACHE_KEYS,
+    MAX_TEXT_CHARS,
+    MAX_TOKEN_ID,
+    NO_TOKEN,
+    Echoes,
+    Pairs,
+    Role,
+    State,
+    is_address,
+)
 from kvbus.wire.message import FIRST_ATTEMPT, HISTORY_SUFFIX, Message
 from kvbus.wire.subjects import Subjects, check_token, is_token
 from kvbus.wire.transfer_messages import (
@@ -52,6 +63,8 @@ __all__ = [
     "KINDS",
     "MAX_CACHE_KEYS",
     "MAX_TEXT_CHARS",
+    "MAX_TOKEN_ID",
+    "NO_TOKEN",
     "SEAL_BYTES",
     "BlockRuns",
     "Bye",

@@ -25,6 +25,7 @@ class Heartbeat(Message):
     ``cache_block_size``: it says what is in its prefix cache, of so many tokens a block; 0: it does not.
     ``cache_number``: of its last :class:`~kvbus.wire.cache_messages.CacheUpdate`.
     Of ``prompt_tokens`` in requests that have ended, ``cached_tokens`` were in its prefix cache.
+    ``first_token``: if it prefills, it says which token it sampled; if it decodes, it goes on from that one when asked.
     ``history``: a decode engine that has it also writes what it has of a prompt into prefill engines that have it.
     """
 
@@ -50,6 +51,7 @@ class Heartbeat(Message):
     farewell: Key = b""
     step_s: float = 0.0
     history: bool = False
+    first_token: bool = False
     cache_block_size: int = 0
     cache_number: int = 0
     prompt_tokens: int = 0

@@ -26,6 +26,7 @@ MAX_KEY_BYTES = 64
 CACHE_KEY_BYTES = 8
 MAX_CACHE_KEYS = 1 << 16
 _MAX_INT = (1 << 63) - 1
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class Role(StrEnum):
@@ -59,6 +60,9 @@ Address = Annotated[str, "host:port"]
 """Of an engine's HTTP server; empty while it has none. Anything else would be part of a URL that routers call."""
 Key = Annotated[bytes, "key"]
 """A public key or a digest."""
+TokenId = Annotated[int, "token id"]
+"""Of the model's vocabulary; :data:`NO_TOKEN` if there is none."""
+NO_TOKEN = -1
 CacheKeys = Annotated[bytes, "cache keys"]
 """Keys of blocks in a prefix cache, :data:`CACHE_KEY_BYTES` each."""
 Pairs = tuple[tuple[str, str], ...]
@@ -122,6 +126,12 @@ def _state(name: str, value: object) -> State:
 def _integer(name: str, value: object) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_INT:
         raise _bad(name, value, f"an integer in 0..{_MAX_INT}")
+    return value
+
+
+def _token_id(name: str, value: object) -> int:
+    if type(value) is not int or not NO_TOKEN <= value <= MAX_TOKEN_ID:
+        raise _bad(name, value, f"a token id in 0..{MAX_TOKEN_ID}, or {NO_TOKEN} for none")
     return value
 
 
@@ -207,6 +217,7 @@ def _pairs(name: str, value: object) -> Pairs:
 CHECK_OF_TYPE: dict[Any, Callable[[str, object], object]] = {
     str: _text,
     int: _integer,
+    TokenId: _token_id,
     float: _number,
     bool: _flag,
     bytes: _binary,

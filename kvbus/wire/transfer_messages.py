@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbus.wire.blocks import BlockRuns
-from kvbus.wire.fields import Echoes
+from kvbus.wire.fields import NO_TOKEN, Echoes, TokenId
 from kvbus.wire.message import Message
 
 
@@ -30,7 +30,7 @@ class Registration(FromSink):
     ``blocks`` holds only those still to be filled, the prompt's last ones; ``request_id`` is the decode engine's.
     ``source_incarnation`` is that of the prefill engine it was sent to: only this one may write; 0 while it is unknown.
     ``echoes`` and ``epoch``: see :mod:`kvbus.protocol.lease`. ``digest`` is of the prompt's token ids and its LoRA
-    adapter, empty if there are neither.
+    adapter, empty if there are neither. ``takes_token``: the request goes on from the token that prefill sampled.
     """
 
     KIND = "reg"
@@ -43,6 +43,7 @@ class Registration(FromSink):
     source_incarnation: int = 0
     echoes: Echoes = ()
     epoch: int = 0
+    takes_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,10 @@ class PrefillProgress(FromSource):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCompleted(FromSource):
-    """The prefill of ``tokens`` prompt tokens is done; ``blocks`` hold its KV and stay until the transfer ends."""
+    """The prefill of ``tokens`` prompt tokens is done; ``blocks`` hold its KV and stay until the transfer ends.
+
+    ``first_token``: the one it sampled.
+    """
 
     KIND = "completed"
 
@@ -112,6 +116,7 @@ class PrefillCompleted(FromSource):
     digest: str = ""
     traceparent: str = ""
     number: int = 0
+    first_token: TokenId = NO_TOKEN
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,3 +70,16 @@ def test_the_text_carries_any_request_id() -> None:
 @pytest.mark.parametrize("text", ["", "r", "r:1:2", "r:a:0:1", "r:1:0:0", "r:1:-1:1", "r:1:0:99999999999", "r:1:0:²"])
 def test_other_text_is_no_notification(text: str) -> None:
     assert Landed.decode(text) is None
+
+
+def test_a_first_token_comes_with_the_notification() -> None:
+    note = Landed("cmpl-a:b!c", 3, 1, 2, 151_000)
+    assert Landed.decode(note.encode()) == note
+    for bad in ("r:1:0:1!", "r:1:0:1!-1", "r:1:0:1!x", "r:1:0:1!2147483648", "r:1:0:1!5!6", "r:1:0!5:1"):
+        assert Landed.decode(bad) is None, bad
+    arrivals = Arrivals()
+    arrivals.expect("r", 1)
+    assert arrivals.land(Landed("r", 1, 0, 1, 5)) == [Arrived("r", ok=True, first_token=5)]
+    arrivals.expect("s", 1)
+    arrivals.land(Landed("s", 1, 0, 2, 5))
+    assert arrivals.abandon("s") == [Arrived("s", ok=False)]

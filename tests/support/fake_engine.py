@@ -64,6 +64,7 @@ class Request:
     prompt_token_ids: list[int] | None = None
     trace_headers: dict[str, str] | None = None
     num_output_tokens: int = 0
+    output_token_ids: Sequence[int] = ()
 
 
 @dataclass
@@ -94,6 +95,7 @@ class FakeEngine:
             "m",
             compat=self.compat,
             history=config.history,
+            first_token=config.first_token,
         )
         self.own = own
         self.planes = [

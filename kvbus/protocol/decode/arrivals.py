@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbus.bounded import BoundedDict
+from kvbus.wire import MAX_TOKEN_ID, NO_TOKEN
 
 MAX_EARLY = 1 << 12
 MAX_REPORTED = 1 << 13
@@ -18,27 +19,36 @@ MAX_REPORTED = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """One prefill rank's WRITE is in this rank's memory; ``writers`` ranks write here for this request."""
+    """One prefill rank's WRITE is in this rank's memory; ``writers`` ranks write here for this request.
+
+    ``first_token``: the one that the prefill sampled, if it was asked for.
+    """
 
     request_id: str
     attempt: int
     source_rank: int
     writers: int
+    first_token: int = NO_TOKEN
 
     def encode(self) -> str:
         """The text that travels with the WRITE; the inverse of :meth:`decode`."""
-        return f"{self.request_id}:{self.attempt}:{self.source_rank}:{self.writers}"
+        token = f"!{self.first_token}" if self.first_token != NO_TOKEN else ""
+        return f"{self.request_id}:{self.attempt}:{self.source_rank}:{self.writers}{token}"
 
     @classmethod
     def decode(cls, text: str) -> Landed | None:
         """None for anything else than what :meth:`encode` makes."""
-        parts = text.rsplit(":", 3)
-        if len(parts) != 4 or not all(part.isascii() and part.isdigit() and len(part) < 10 for part in parts[1:]):
+        request_id, *parts = text.rsplit(":", 3)
+        if len(parts) != 3:
             return None
-        attempt, source_rank, writers = (int(part) for part in parts[1:])
-        if not 0 <= source_rank < writers * 1024 or writers < 1:
+        parts[2], mark, token = parts[2].partition("!")
+        parts += [token] if mark else []
+        if not all(part.isascii() and part.isdigit() and len(part) <= 10 for part in parts):
             return None
-        return cls(parts[0], attempt, source_rank, writers)
+        attempt, source_rank, writers, first_token = (*(int(part) for part in parts), *([] if mark else [NO_TOKEN]))
+        if not 0 <= source_rank < writers * 1024 or writers < 1 or first_token > MAX_TOKEN_ID:
+            return None
+        return cls(request_id, attempt, source_rank, writers, first_token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +57,14 @@ class Arrived:
 
     request_id: str
     ok: bool
+    first_token: int = NO_TOKEN
 
 
 @dataclass(slots=True)
 class _Expected:
     attempt: int
     landed: set[int] = field(default_factory=set)
+    first_token: int = NO_TOKEN
 
 
 class Arrivals:
@@ -86,6 +98,7 @@ class Arrivals:
         if landed.attempt != expected.attempt:
             return self._reject("notification of another attempt")
         expected.landed.add(landed.source_rank)
+        expected.first_token = landed.first_token
         if len(expected.landed) < landed.writers:
             return []
         return self._report(landed.request_id, ok=True)
@@ -97,8 +110,9 @@ class Arrivals:
         return self._report(request_id, ok=False)
 
     def _report(self, request_id: str, *, ok: bool) -> list[Arrived]:
-        self._reported[request_id] = self._expected.pop(request_id).attempt
-        return [Arrived(request_id, ok)]
+        expected = self._expected.pop(request_id)
+        self._reported[request_id] = expected.attempt
+        return [Arrived(request_id, ok, expected.first_token if ok else NO_TOKEN)]
 
     def _reject(self, reason: str) -> list[Arrived]:
         self.rejected[reason] = self.rejected.get(reason, 0) + 1

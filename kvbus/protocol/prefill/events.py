@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbus.wire import (
+    NO_TOKEN,
     BlockRuns,
     Cancel,
     Delivered,
@@ -109,7 +110,7 @@ class WriteJob:
     """One transfer of one rank. Source blocks may outnumber sink blocks: the last ones of each group line up.
 
     ``registered_at`` and ``completed_at`` say when its halves were known, seconds; ``held_up`` what else had to be
-    waited for then, empty if nothing.
+    waited for then, empty if nothing. ``first_token`` goes with the KV, if it is no ``NO_TOKEN``.
     """
 
     transfer_id: str
@@ -121,6 +122,7 @@ class WriteJob:
     sink_request: str
     sink_blocks: BlockRuns
     traceparent: str = ""
+    first_token: int = NO_TOKEN
     registered_at: float = field(default=0.0, compare=False)
     completed_at: float = field(default=0.0, compare=False)
     held_up: str = field(default="", compare=False)

@@ -10,6 +10,7 @@ from enum import Enum
 
 from kvbus.protocol.prefill.events import SinkJoined, WriteJob
 from kvbus.wire import (
+    NO_TOKEN,
     Cancel,
     PrefillCompleted,
     PrefillProgress,
@@ -152,6 +153,7 @@ def write_job(
         sink_request=registration.request_id,
         sink_blocks=registration.blocks,
         traceparent=registration.traceparent or completion.traceparent,
+        first_token=completion.first_token if registration.takes_token else NO_TOKEN,
         registered_at=registered_at,
         completed_at=completed_at,
         held_up=held_up,
