@@ -6,9 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from kvbus.local import NatsServer
+
+# What an example costs depends on what else this machine does.
+hypothesis.settings.register_profile("kvbus", deadline=None)
+hypothesis.settings.load_profile("kvbus")
 
 
 @pytest.fixture(scope="session")

@@ -77,8 +77,8 @@ class SchedulerHalf:
         self._closed = threading.Event()
         self._door = Door(self.node.counters)
         lease = SinkLease(config.write_lease_s, config.max_write_s)
-        registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s, unclaimed_s=config.unclaimed_s)
-        self._sink = SinkScheduler(self.node, registrar, own.engine, own)
+        waits = {"transfer_timeout_s": config.transfer_timeout_s, "unclaimed_s": config.unclaimed_s}
+        self._sink = SinkScheduler(self.node, Registrar(lease=lease, **waits), own.engine, own)
         marking = Marker(self.node, own.engine, own.role)
         self._incoming = Incoming(
             own,

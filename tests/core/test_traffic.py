@@ -238,7 +238,7 @@ class TestLines:
         assert line("08:10:34.123", "reg.P", message) == (
             "08:10:34.123 reg.P  reg  transfer_id=t attempt=1 sink_engine=D sink_incarnation=…456789 request_id=d1 "
             "blocks=25 blocks in 2 groups prompt_tokens=96 cached_tokens=0 digest=01234567… "
-            "traceparent=00-0af7651916cd4… source_incarnation=0 echoes=1 echoes epoch=0"
+            "traceparent=00-0af7651916cd4… source_incarnation=0 echoes=1 echoes epoch=0 takes_token=False"
         )
 
     def test_what_cannot_be_decoded(self) -> None:
