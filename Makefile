@@ -7,7 +7,7 @@ STAMP := $(VENV)/.kvbus-setup
 QUICK_TESTS := $(BIN)/pytest -n logical --maxprocesses 4 -m "not e2e and not slow"
 COMPOSE := $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 
-.PHONY: help cluster setup demo test test-fast check hooks coverage mutants docs matrix lint types format bench soak clean
+.PHONY: help cluster setup demo test test-fast check hooks coverage mutants docs matrix lint types format bench bench-micro soak clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -61,6 +61,10 @@ format: setup ## ruff format
 
 bench: setup ## TTFT against vLLM's own NIXL connectors, interleaved rounds
 	$(BIN)/kvbus bench
+
+bench-micro: setup ## what the parts cost: matcher, messages, choice, spans; saved, and compared with the last time
+	$(BIN)/pytest -q -p pytest_benchmark.plugin -o python_files='bench_*.py' tests/benchmarks --benchmark-sort=name \
+		--benchmark-columns=min,median,iqr,rounds --benchmark-autosave --benchmark-storage=.benchmarks $(if $(wildcard .benchmarks/*),--benchmark-compare)
 
 soak: setup ## ten minutes of load on real engines, every answer checked
 	$(BIN)/kvbus soak --minutes 10

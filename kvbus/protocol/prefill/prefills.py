@@ -57,12 +57,14 @@ class Prefills:
         self._transfers.wait(key, now + self._holds.block_lease_s)
         if transfer.registration is None:
             return self._tell_watcher(transfer, completion)
-        claimed = self._answers.held(transfer.registration, claimed=True)
-        effects: list[Effect] = [] if transfer.acknowledged else [claimed]
-        transfer.acknowledged = True
+        registration, effects = transfer.registration, list[Effect]()
+        if not transfer.acknowledged:
+            transfer.acknowledged = True
+            effects.append(self._answers.held(registration, claimed=True))
         effects += self._joiner.match(key, transfer, now)
-        # If the word of its arrival was lost and the match waits, say that it is here.
-        return effects or ([] if transfer.announced else [claimed])
+        if not effects and not transfer.announced:  # the word of its arrival was lost, and the match waits
+            effects.append(self._answers.held(registration, claimed=True))
+        return effects
 
     def fail(self, failed: PrefillFailed) -> list[Effect]:
         """There will be no KV."""
