@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
+import logging
 import ssl
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 
 import psutil
 
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+WARN_AFTER_TRIES = 240
 ANSWER_S = 2.0
 ANSWERS = (200, 401, 403)
+
+
+def wait_for_address(pid: int, local_host: Callable[[], str], closed: threading.Event) -> str:
+    """:func:`serving_address`, as soon as there is one; empty if ``closed`` is set before."""
+    for tries in itertools.count(1):
+        if closed.wait(RETRY_S):
+            break
+        if address := serving_address(pid, local_host()):
+            logger.info("kvbus: this engine serves HTTP at %s", address)
+            return address
+        if tries == WARN_AFTER_TRIES:
+            logger.warning("kvbus: no HTTP server of this engine answers GET /health yet; http_address names one")
+    return ""
 
 
 def serving_address(pid: int, local_host: str) -> str:

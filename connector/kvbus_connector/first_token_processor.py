@@ -1,12 +1,13 @@
 """vLLM's extension point for logits, with which a request's first token becomes the one that :mod:`.first_token` names.
 
 vLLM loads it in each engine where kvbus is installed (entry point ``vllm.logits_processors``), also where kvbus is not
-the connector: there it never finds a token. Of vLLM's two model runners the new one refuses to start with a plugin
-that lacks its own interface, so this has both, and does nothing in that one.
+the connector or has ``first_token`` off: there it does nothing. Of vLLM's two model runners the new one refuses to
+start with a plugin that lacks its own interface, so this has both, and does nothing in that one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
@@ -18,11 +19,13 @@ from kvbus.wire import NO_TOKEN
 from .first_token import FIRST_TOKENS, taker_of, told_token
 
 
+@dataclass(frozen=True, slots=True)
 class _Forced:
     """A request whose first token is given. ``output`` is vLLM's own list of its tokens, which grows."""
 
-    def __init__(self, token: int, taker: str, output: list[int]) -> None:
-        self.token, self.taker, self.output = token, taker, output
+    token: int
+    taker: str
+    output: list[int]
 
 
 class FirstTokenProcessor(LogitsProcessor, NewLogitsProcessor):  # type: ignore[misc]
@@ -58,12 +61,11 @@ class FirstTokenProcessor(LogitsProcessor, NewLogitsProcessor):  # type: ignore[
         return False
 
 
-def _forced(params: Any, _: list[int] | None, output: list[int]) -> _Forced | None:
-    told = (params.extra_args or {}).get("kv_transfer_params")
-    if not isinstance(told, dict) or output:
+def _forced(params: Any, prompt: list[int] | None, output: list[int]) -> _Forced | None:
+    told = (params.extra_args or {}).get("kv_transfer_params") if FIRST_TOKENS.on and not output else None
+    if not isinstance(told, dict):
         return None
-    taker = taker_of(told)
-    token = told_token(told)
-    if token == NO_TOKEN and taker:
+    taker, token = taker_of(told, prompt), told_token(told)
+    if token == NO_TOKEN:
         token = FIRST_TOKENS.get(taker)
     return _Forced(token, taker, output) if token != NO_TOKEN else None

@@ -77,7 +77,7 @@ class IncomingRequest:
             min(max(0.0, takeover_s), MAX_TAKEOVER_S) if type(takeover_s) in (int, float) else 0.0,
             RegistrationTiming(timing) if timing in (*RegistrationTiming,) else default,
             traced(name.transfer_id, traceparent_of(request)),
-            taker_of(params) if name.transfer_id == name.base else "",
+            taker_of(params, request.prompt_token_ids) if name.transfer_id == name.base else "",
         )
 
     @property

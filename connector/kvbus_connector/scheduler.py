@@ -5,7 +5,6 @@ Called by EngineCore's thread only. Imports no vLLM: it is handed vLLM's objects
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -22,7 +21,7 @@ from kvbus.protocol.decode import Registrar
 from kvbus.trace import Marker, serve_clock
 from kvbus.wire import DrainReply, DrainRequest, Heartbeat, State, Subjects
 
-from .address import serving_address
+from .address import wait_for_address
 from .block_rules import BlockRules
 from .cache_events import CacheEvents
 from .door import Door
@@ -38,8 +37,6 @@ from .timing import RegistrationTiming
 
 logger = logging.getLogger(__name__)
 
-ADDRESS_RETRY_S = 0.25
-ADDRESS_TRIES = 240
 IDLE_WAIT_S = 0.005
 
 
@@ -77,8 +74,8 @@ class SchedulerHalf:
         self._closed = threading.Event()
         self._door = Door(self.node.counters)
         lease = SinkLease(config.write_lease_s, config.max_write_s)
-        waits = {"transfer_timeout_s": config.transfer_timeout_s, "unclaimed_s": config.unclaimed_s}
-        self._sink = SinkScheduler(self.node, Registrar(lease=lease, **waits), own.engine, own)
+        registrar = Registrar(lease=lease, transfer_timeout_s=config.transfer_timeout_s, unclaimed_s=config.unclaimed_s)
+        self._sink = SinkScheduler(self.node, registrar, own.engine, own)
         marking = Marker(self.node, own.engine, own.role)
         self._incoming = Incoming(
             own,
@@ -276,15 +273,7 @@ class SchedulerHalf:
         )
 
     def _find_address(self) -> None:
-        for tries in itertools.count(1):
-            if self._closed.wait(ADDRESS_RETRY_S):
-                return
-            self._address = serving_address(self._pid, self.node.bus.local_host or "127.0.0.1")
-            if self._address:
-                logger.info("kvbus: this engine serves HTTP at %s", self._address)
-                return
-            if tries == ADDRESS_TRIES:
-                logger.warning("kvbus: no HTTP server of this engine answers GET /health yet; http_address names one")
+        self._address = wait_for_address(self._pid, lambda: self.node.bus.local_host or "127.0.0.1", self._closed)
 
 
 def _make_node(config: Config, own: Heartbeat, bus: Bus, keys: Keys) -> Node:

@@ -68,6 +68,7 @@ class WorkerHalf:
         self._writer = Writer("kvbus-writer", self.counters)
         self._plane: Plane = self._writer.call(make_plane)
         self._rank: Rank | None = None
+        FIRST_TOKENS.on = own.first_token
         self._takers: dict[str, str] = {}
         self.node: Node | None = None
 

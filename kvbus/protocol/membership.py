@@ -25,6 +25,7 @@ _FIXED = attrgetter(
     "public_key",
     "farewell",
     "history",
+    "first_token",
     "cache_block_size",
 )
 TO_ALL_INTERVAL_S = 2.0

@@ -25,7 +25,7 @@ class Heartbeat(Message):
     ``cache_block_size``: it says what is in its prefix cache, of so many tokens a block; 0: it does not.
     ``cache_number``: of its last :class:`~kvbus.wire.cache_messages.CacheUpdate`.
     Of ``prompt_tokens`` in requests that have ended, ``cached_tokens`` were in its prefix cache.
-    ``first_token``: if it prefills, it says which token it sampled; if it decodes, it goes on from that one when asked.
+    ``first_token``: when asked it says which token its prefill sampled, or goes on from the one that another sampled.
     ``history``: a decode engine that has it also writes what it has of a prompt into prefill engines that have it.
     """
 

@@ -102,6 +102,19 @@ def test_completion_first(matcher: Matcher) -> None:
     assert (sent.message.late_side, sent.message.match_wait_s) == ("decode", 2.0)
 
 
+def test_the_first_token_goes_with_the_kv_to_who_asks_and_not_over_the_bus(matcher: Matcher) -> None:
+    completed = replace(COMPLETED, first_token=77)
+    assert matcher.apply(Wanted("t", 1, "D", 7, "d1"), 0.5) == []
+    assert matcher.apply(completed, 1.0) == [Send("D", replace(COMPLETED, blocks=()))]
+    posted = matcher.apply(replace(REGISTRATION, takes_token=True), 3.0)
+    assert PostWrite(replace(POST.job, first_token=77)) in posted
+
+
+def test_who_does_not_ask_for_the_first_token_gets_none(matcher: Matcher) -> None:
+    matcher.apply(replace(COMPLETED, first_token=77), 1.0)
+    assert POST in matcher.apply(REGISTRATION, 3.0)
+
+
 def test_both_twice_are_joined_once(matcher: Matcher) -> None:
     assert matcher.apply(REGISTRATION, 1.0) == [ACK]
     assert matcher.apply(REGISTRATION, 1.1) == [ACK]

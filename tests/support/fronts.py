@@ -116,7 +116,7 @@ class FakeApi:
 
 def _fixed(heartbeat: Heartbeat) -> object:
     about = heartbeat.compat, heartbeat.address, heartbeat.data_parallel, heartbeat.data_parallel_rank
-    return about, heartbeat.cache_block_size
+    return about, heartbeat.cache_block_size, heartbeat.first_token
 
 
 class Front:

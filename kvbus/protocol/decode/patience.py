@@ -10,7 +10,7 @@ what still waits in vLLM's queue.
 
 from __future__ import annotations
 
-# Longer than a step that is not long, see ``Heartbeat.is_in_long_step``, can keep a request unannounced.
+# What a step keeps unannounced that does not count as long (``Heartbeat.is_in_long_step``) is said well within it.
 UNCLAIMED_S = 6.0
 PATIENCE_S = 60.0
 NEVER_SEEN = "no prefill engine saw the request"

@@ -9,7 +9,7 @@ from kvbus.protocol.prefill.events import Effect, Reject, Send
 from kvbus.protocol.prefill.joiner import Joiner
 from kvbus.protocol.prefill.table import Holds, Transfers
 from kvbus.protocol.prefill.transfer import Outcome, Stage, Transfer
-from kvbus.wire import PrefillCompleted, PrefillFailed, PrefillProgress, Wanted
+from kvbus.wire import NO_TOKEN, PrefillCompleted, PrefillFailed, PrefillProgress, Wanted
 
 
 class Prefills:
@@ -103,5 +103,5 @@ class Prefills:
         if not transfer.watching or word is None or self._answers.rank:
             return []
         if isinstance(word, PrefillCompleted):
-            word = replace(word, blocks=())
+            word = replace(word, blocks=(), first_token=NO_TOKEN)
         return [Send(transfer.watching, word)]
